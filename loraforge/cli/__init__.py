@@ -1,0 +1,79 @@
+"""The command line: one file a subcommand, imported only when it is called.
+
+Exit codes: 0 done, 1 an audit claim failed, 2 usage, 3 bad input, 4 changed bytes, 5 output, 6 budget,
+7 a missing package or device, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+from typer.core import TyperGroup
+
+from loraforge.errors import LoraForgeError
+
+# name -> (module, help line); each module has an ``app`` (a typer.Typer with subcommands or one callback)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "compress": ("compress", "Compress a folder of PEFT adapters, or a locked fleet, under one budget"),
+    "inspect": ("inspect", "Show ranks, energy, bytes and the worst modules of a compressed fleet"),
+    "fleet": ("fleet", "Lock, verify and train fleets; fetch the base model"),
+    "factor": ("factor", "Build the cache of ordered factors and spectra"),
+    "allocate": ("allocate", "Choose the retained rank of every module"),
+    "export": ("export", "Write PEFT folders and the retained-rank manifest"),
+    "tasks": ("tasks", "Build the task data from the packages that hold them"),
+    "eval": ("eval", "Score base, original and compressed adapters with lm-eval"),
+    "bench": ("bench", "Time factor construction"),
+    "evidence": ("evidence", "Make, promote and index evidence bags"),
+    "figure": ("figure", "Draw a figure from an evidence bag"),
+    "audit": ("audit", "Re-hash the evidence and recompute every claim"),
+    "doctor": ("doctor", "Say what this machine can run and what is missing"),
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Lists every command, imports one: ``loraforge --help`` must not import torch."""
+
+    def list_commands(self, ctx):  # type: ignore[no-untyped-def]
+        return list(COMMANDS)
+
+    def get_command(self, ctx, name):  # type: ignore[no-untyped-def]
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"loraforge.cli.{COMMANDS[name][0]}")
+        command = typer.main.get_command(module.app)
+        command.name = name
+        return command
+
+    def format_commands(self, ctx, formatter):  # type: ignore[no-untyped-def]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compress a fleet of LoRA adapters under one shared budget.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Compress a fleet of LoRA adapters under one shared budget."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except LoraForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        sys.exit(130)
+    return 0

@@ -1,0 +1,113 @@
+"""The run configuration: one pydantic model is the source of the YAML's schema, defaults and checks."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from loraforge.errors import InputError, UsageError
+
+Policy = Literal["uniform", "spectral", "spectral-nofloor"]
+Layout = Literal["ragged", "padded"]
+Method = Literal["auto", "gram", "tsqr", "reference"]
+Recompressor = Literal["florist", "spectral_transform", "fraq", "tsqr", "gram"]
+
+
+def _fraction(text: str) -> str:
+    """Accept a rational in (0, 1]; keep the text, which names files and records."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{text!r} is not a fraction such as 1/12") from error
+    if not 0 < value <= 1:
+        raise ValueError(f"{text} is not above 0 and at most 1")
+    return text
+
+
+BudgetText = Annotated[str, AfterValidator(_fraction)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FactorConfig(_Strict):
+    """How ordered factors are built."""
+
+    method: Method = Field("auto", description="gram with tsqr where it is ill-conditioned (auto), or one path for all")
+
+
+class ExportConfig(_Strict):
+    """What `compress` and the `fleet` target write."""
+
+    policy: Policy = Field("spectral", description="policy of the fleet that the main job leaves behind")
+    budget: BudgetText = Field("1/12", description="budget of that fleet")
+    layouts: tuple[Layout, ...] = Field(("ragged", "padded"), description="PEFT layouts to write")
+
+
+class QualityConfig(_Strict):
+    """Which adapters and arms lm-eval scores, and on how much."""
+
+    adapters: tuple[str, ...] | Literal["all"] = Field("all", description="adapters to score, or all")
+    policies: tuple[Policy, ...] = Field(("uniform", "spectral"), description="compressed arms")
+    budgets: tuple[BudgetText, ...] = Field(("1/12", "1/4"), description="budgets of the compressed arms")
+    limit: int | None = Field(None, ge=1, description="examples a task; null for all 200")
+    batch_size: int = Field(64, ge=1, description="prompts a forward pass")
+    device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1")
+
+
+class RecompressionConfig(_Strict):
+    """The timing of whole-fleet factor construction by every method."""
+
+    adapters: tuple[str, ...] | Literal["all"] = Field("all", description="adapters whose modules are factorised")
+    methods: tuple[Recompressor, ...] = Field(
+        ("florist", "spectral_transform", "fraq", "tsqr", "gram"), description="methods, timed in one run"
+    )
+    warmups: int = Field(1, ge=0, description="untimed passes")
+    passes: int = Field(3, ge=1, description="timed passes; the median is reported")
+
+
+class RunConfig(_Strict):
+    """One experiment: a fleet, its budgets, and how much of each study to run."""
+
+    name: str = Field(description="names the folder of results, as results/NAME", pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    fleet: Path = Field(description="fleet lock file, relative to the repository's root")
+    seed: int = Field(20261130, description="seed of probes, bootstraps and subsets")
+    policies: tuple[Policy, ...] = Field(("uniform", "spectral", "spectral-nofloor"), description="allocated policies")
+    budgets: tuple[BudgetText, ...] = Field(("1/12", "1/8", "1/4", "1/2"), description="allocated budgets")
+    factor: FactorConfig = FactorConfig()
+    export: ExportConfig = ExportConfig()
+    quality: QualityConfig = QualityConfig()
+    recompression: RecompressionConfig = RecompressionConfig()
+
+
+def parse_config(value: dict[str, Any], path: str | Path = "config") -> RunConfig:
+    """Validate a mapping. Raises UsageError that names the file, the key and what is allowed."""
+    try:
+        return RunConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UsageError(first["msg"], path=path, key=key or None, remedy="see config/README.md") from error
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read and validate a YAML file. Raises InputError (unreadable) or UsageError (not valid)."""
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError("config file not found", path=path) from error
+    except yaml.YAMLError as error:
+        raise InputError(f"not valid YAML ({str(error).splitlines()[0]})", path=path) from error
+    if not isinstance(value, dict):
+        raise InputError("not a mapping", path=path)
+    return parse_config(value, path)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of :class:`RunConfig`, committed as config/schema.json; a test asserts no drift."""
+    return RunConfig.model_json_schema()

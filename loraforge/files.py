@@ -1,0 +1,170 @@
+"""Atomic writes, hashes and canonical JSON: the only ways in which stages put bytes on disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loraforge.errors import InputError, LoraForgeError, OutputError
+
+_CHUNK = 1 << 20
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file, read in 1 MiB pieces. Raises InputError where it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as stream:
+            while piece := stream.read(_CHUNK):
+                digest.update(piece)
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", path=path) from error
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """Hex SHA-256 of UTF-8 text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value (sorted keys, no blanks, NaN refused): what hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def pretty_json(value: Any) -> str:
+    """JSON for people and diffs: sorted keys, two-space indent, final newline, NaN refused."""
+    return json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. Raises InputError that names the file and the line of a syntax error."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError("file not found", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read ({error})", path=path) from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"not valid JSON at line {error.lineno}: {error.msg}", path=path) from error
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON Lines file. Raises InputError that names the bad line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read ({error})", path=path) from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"not valid JSON at line {number}: {error.msg}", path=path) from error
+
+
+def output_error(error: OSError, path: Path) -> LoraForgeError:
+    """Translate an operating-system error on writing into the one-line error a user can act on."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError("no space left on the device", path=path, remedy="free some space and run again")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return OutputError("not writable", path=path, remedy="choose another output or change its permissions")
+    return OutputError(f"cannot be written ({error.strerror or error})", path=path)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside ``path``; rename it over ``path`` on success, remove it on failure.
+
+    Raises OutputError for a full disk, a read-only folder or any other failure of the file system.
+    """
+    path = Path(path)
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files private; results are not secrets
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise output_error(error, path) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically (UTF-8, newlines as given)."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write pretty JSON atomically."""
+    write_text(path, pretty_json(value))
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write one canonical JSON object a line, atomically."""
+    write_text(path, "".join(canonical_json(record) + "\n" for record in records))
+
+
+def write_with(path: Path, writer: Callable[[Path], object]) -> None:
+    """Let ``writer`` write to a temporary name, then rename; for libraries that take a path."""
+    with atomic_path(path) as temporary:
+        writer(temporary)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """Give a new temporary folder beside ``path``; put it in place as a whole on success.
+
+    An existing folder that is not empty is refused (OutputError) unless ``force``; with ``force`` it is
+    replaced only once the new one is complete. Nothing remains of a run that fails.
+    """
+    path = Path(path)
+    temporary: Path | None = None
+    try:
+        refuse_non_empty(path, force=force)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        os.chmod(temporary, 0o755)
+        yield temporary
+        if path.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            os.replace(path, retired / "old")
+            os.replace(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise output_error(error, path) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_non_empty(path: Path, *, force: bool) -> None:
+    """Raise OutputError where ``path`` is a file, or a folder with something in it and ``force`` is off."""
+    if path.is_dir():
+        if any(path.iterdir()) and not force:
+            raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
+    elif path.exists():
+        raise OutputError("exists and is not a folder", path=path, remedy="choose another output")

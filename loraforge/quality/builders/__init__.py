@@ -1,0 +1,1 @@
+"""Task data, rebuilt from packages that PyPI, npm and Debian hold: no data hub is needed."""
