@@ -50,13 +50,18 @@ __legacy__ = __import__("types").SimpleNamespace(
 
 @dataclass(frozen=True)
 class Source:
-    """One pinned package: the registry's kind, its name and version, the archive's SHA-256, its licence (SPDX)."""
+    """One pinned package.
+
+    ``sha256`` is that of the archive as the registry serves it; ``licence`` is the SPDX identifier of the data
+    used; ``licence_file`` is a glob, relative to the unpacked folder, of the file that states that licence.
+    """
 
     registry: Registry
     name: str
     version: str
     sha256: str
     licence: str
+    licence_file: str
 
 
 def fetch(source: Source, cache: Path = DEFAULT_CACHE) -> Path:
@@ -93,9 +98,8 @@ def debian(name: str, version: str, *, sha256: str | None = None, cache: Path = 
     command = [_client("apt-get"), "download", "-qq", f"{name}={version}"]
     _client("dpkg")
     hint = "run `apt-get update` first, or look which version your Debian release has"
-    return _cached(
-        cache / "debian" / f"{name}-{version}", sha256, lambda at: _call(command, at, f"{name} {version}", hint)
-    )
+    slug = f"{name}-{version.replace(':', '_')}"  # a Debian epoch has a colon
+    return _cached(cache / "debian" / slug, sha256, lambda at: _call(command, at, f"{name} {version}", hint))
 
 
 def archive_of(unpacked: Path) -> Path:

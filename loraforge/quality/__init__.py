@@ -1,0 +1,1 @@
+"""Task data, lm-eval driver, scores and metrics."""
