@@ -1,0 +1,1 @@
+"""Fleets of PEFT LoRA adapters: reading, locking, shapes and training."""
