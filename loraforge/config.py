@@ -1,7 +1,11 @@
-"""The run configuration: one pydantic model is the source of the YAML's schema, defaults and checks."""
+"""The run configuration: one pydantic model is the source of the YAML's schema, defaults and checks.
+
+``python -m loraforge.config`` writes config/schema.json and the reference in config/README.md from it.
+"""
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from loraforge.errors import InputError, UsageError
+from loraforge.files import write_json, write_text
 
 Policy = Literal["uniform", "spectral", "spectral-nofloor"]
 Layout = Literal["ragged", "padded"]
@@ -38,7 +43,7 @@ class _Strict(BaseModel):
 class FactorConfig(_Strict):
     """How ordered factors are built."""
 
-    method: Method = Field("auto", description="gram with tsqr where it is ill-conditioned (auto), or one path for all")
+    method: Method = Field("auto", description="auto: gram, and tsqr where gram is ill-conditioned")
 
 
 class ExportConfig(_Strict):
@@ -57,13 +62,15 @@ class QualityConfig(_Strict):
     budgets: tuple[BudgetText, ...] = Field(("1/12", "1/4"), description="budgets of the compressed arms")
     limit: int | None = Field(None, ge=1, description="examples a task; null for all 200")
     batch_size: int = Field(64, ge=1, description="prompts a forward pass")
-    device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1")
+    device: str = Field("auto", description="torch device: auto (cuda where there is one), cpu, cuda, cuda:1")
 
 
 class RecompressionConfig(_Strict):
     """The timing of whole-fleet factor construction by every method."""
 
-    adapters: tuple[str, ...] | Literal["all"] = Field("all", description="adapters whose modules are factorised")
+    adapters: tuple[str, ...] | Literal["all"] = Field(
+        "all", description="adapters whose modules are factorised"
+    )
     methods: tuple[Recompressor, ...] = Field(
         ("florist", "spectral_transform", "fraq", "tsqr", "gram"), description="methods, timed in one run"
     )
@@ -74,10 +81,14 @@ class RecompressionConfig(_Strict):
 class RunConfig(_Strict):
     """One experiment: a fleet, its budgets, and how much of each study to run."""
 
-    name: str = Field(description="names the folder of results, as results/NAME", pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    name: str = Field(
+        description="names the folder of results, as results/NAME", pattern=r"^[a-z0-9][a-z0-9_-]*$"
+    )
     fleet: Path = Field(description="fleet lock file, relative to the repository's root")
     seed: int = Field(20261130, description="seed of probes, bootstraps and subsets")
-    policies: tuple[Policy, ...] = Field(("uniform", "spectral", "spectral-nofloor"), description="allocated policies")
+    policies: tuple[Policy, ...] = Field(
+        ("uniform", "spectral", "spectral-nofloor"), description="allocated policies"
+    )
     budgets: tuple[BudgetText, ...] = Field(("1/12", "1/8", "1/4", "1/2"), description="allocated budgets")
     factor: FactorConfig = FactorConfig()
     export: ExportConfig = ExportConfig()
@@ -111,3 +122,50 @@ def load_config(path: Path) -> RunConfig:
 def config_schema() -> dict[str, Any]:
     """JSON schema of :class:`RunConfig`, committed as config/schema.json; a test asserts no drift."""
     return RunConfig.model_json_schema()
+
+
+def config_reference() -> str:
+    """The keys as a Markdown table: name, type, default, meaning."""
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            annotation = field.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+                continue
+            schema = model.model_json_schema(mode="validation")["properties"][name]
+            default = "required" if field.is_required() else f"`{json.dumps(schema.get('default'))}`"
+            rows.append(f"| `{prefix}{name}` | {_type_words(schema)} | {default} | {field.description} |")
+
+    walk(RunConfig, "")
+    return "\n".join(rows) + "\n"
+
+
+def _type_words(schema: dict[str, Any]) -> str:
+    """A JSON schema's type in a few words."""
+    if "anyOf" in schema:
+        return " or ".join(_type_words(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        return f"list of {_type_words(schema['items'])}"
+    return str(schema.get("format", schema.get("type")))
+
+
+_BEGIN, _END = "<!-- reference: python -m loraforge.config -->", "<!-- end of reference -->"
+
+
+def with_reference(page: str) -> str:
+    """A Markdown page with the table between its two markers made anew."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n{config_reference()}{_END}{after}"
+
+
+if __name__ == "__main__":
+    readme = Path("config/README.md")
+    write_json(Path("config/schema.json"), config_schema())
+    write_text(readme, with_reference(readme.read_text(encoding="utf-8")))

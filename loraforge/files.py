@@ -77,7 +77,7 @@ def output_error(error: OSError, path: Path) -> LoraForgeError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError("no space left on the device", path=path, remedy="free some space and run again")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return OutputError("not writable", path=path, remedy="choose another output or change its permissions")
+        return OutputError("not writable", path=path, remedy="choose another output")
     return OutputError(f"cannot be written ({error.strerror or error})", path=path)
 
 

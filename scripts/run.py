@@ -67,16 +67,24 @@ def set_up(lock_name: str) -> None:
     call(*pip, "-q", "--no-deps", "--no-build-isolation", "-e", ".")
     call(PYTHON, "-m", "pip", "--disable-pip-version-check", "check")
     stamp.write_text(wanted)
-    say(f"environment ready in {time.monotonic() - started:.0f} s; activate it with: source .venv/bin/activate")
+    say(
+        f"environment ready in {time.monotonic() - started:.0f} s; activate it with: source .venv/bin/activate"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=("figures", "test", "setup", "setup-dev"))
     parser.add_argument("rest", nargs="*", help="passed on to snakemake or pytest, after --")
     asked = parser.parse_args()
     set_up("dev" if asked.job in ("test", "setup-dev") else "core")
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}", "VIRTUAL_ENV": str(VENV)}
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "VIRTUAL_ENV": str(VENV),
+    }
     if asked.job == "figures":
         started = time.monotonic()
         call(PYTHON, "-m", "snakemake", "--cores", "all", "figures", *asked.rest, env=environment)
