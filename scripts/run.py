@@ -47,7 +47,7 @@ def digest(*files: Path) -> str:
 
 def set_up(lock_name: str) -> None:
     """Create or complete .venv from the hashed lock; a stamp per lock makes a second call instant."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older Python must be told so, not shown a traceback
         sys.exit(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]} ({sys.executable})")
     lock, torch = ROOT / "envs" / f"{lock_name}.lock", ROOT / "envs" / "torch.txt"
     stamp = VENV / f".{lock_name}.stamp"
