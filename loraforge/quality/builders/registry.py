@@ -5,10 +5,34 @@ from __future__ import annotations
 from types import ModuleType
 
 from loraforge.errors import UsageError
-from loraforge.quality.builders import spelling
+from loraforge.quality.builders import (
+    bible,
+    docstrings,
+    documents,
+    extraction,
+    icd,
+    morphology,
+    phrases,
+    places,
+    sentiment,
+    spelling,
+    wordnet,
+)
 from loraforge.quality.builders.common import TaskSpec
 
-_MODULES: tuple[ModuleType, ...] = (spelling,)
+_MODULES: tuple[ModuleType, ...] = (
+    bible,
+    docstrings,
+    documents,
+    extraction,
+    icd,
+    morphology,
+    phrases,
+    places,
+    sentiment,
+    spelling,
+    wordnet,
+)
 
 TASKS: dict[str, TaskSpec] = {spec.name: spec for module in _MODULES for spec in module.SPECS}
 

@@ -27,7 +27,7 @@ DEFAULT_CACHE = Path(".cache/loraforge/sources")
 
 # pip asks a source distribution's build backend for its metadata even when it only downloads. This one
 # answers from the PKG-INFO that every sdist has, so that no setup.py of a third party runs.
-_BACKEND = '''\
+_BACKEND = """\
 import os, shutil
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -45,7 +45,7 @@ __legacy__ = __import__("types").SimpleNamespace(
     get_requires_for_build_wheel=get_requires_for_build_wheel,
     prepare_metadata_for_build_wheel=prepare_metadata_for_build_wheel,
 )
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ def pypi(
 ) -> Path:
     """Unpacked wheel, or source distribution with ``sdist``, of one PyPI release. Raises as :func:`fetch`."""
     kind = "pypi-sdist" if sdist else "pypi"
-    return _cached(cache / kind / f"{name}-{version}", sha256, lambda at: _pip_download(name, version, sdist, at))
+    return _cached(
+        cache / kind / f"{name}-{version}", sha256, lambda at: _pip_download(name, version, sdist, at)
+    )
 
 
 def npm(name: str, version: str, *, sha256: str | None = None, cache: Path = DEFAULT_CACHE) -> Path:
@@ -138,7 +140,9 @@ def _only_file(folder: Path) -> Path:
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     if len(files) != 1:
         raise InputError(
-            f"expected one archive, found {len(files)}", path=folder, remedy=f"remove {folder.parent} and run again"
+            f"expected one archive, found {len(files)}",
+            path=folder,
+            remedy=f"remove {folder.parent} and run again",
         )
     return files[0]
 
@@ -175,7 +179,9 @@ def _pip_download(name: str, version: str, sdist: bool, at: Path) -> None:
 def _client(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        raise MissingDependencyError(f"{name} is not installed", remedy=f"install {name}, or leave this task out")
+        raise MissingDependencyError(
+            f"{name} is not installed", remedy=f"install {name}, or leave this task out"
+        )
     return found
 
 
@@ -188,7 +194,12 @@ def _call(
 ) -> None:
     """Run a client in ``folder``; its last line of complaint becomes the InputError."""
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]

@@ -16,17 +16,27 @@ _STEM = 6  # characters: inflections of a word ("bowdlerize", "bowdlerized") sha
 def _us_to_uk(folders: Mapping[str, Path]) -> Iterator[Example]:
     path = folders["breame"] / "breame-0.1.2/breame/data/spelling_constants.py"
     for american, british in _dictionary(path, "AMERICAN_ENGLISH_SPELLINGS").items():
+        if _inflection(american) != _inflection(british):  # the list has a few rows shifted by one
+            continue
         prompt = prompt_of("Write the British spelling.", ("American", american), answer="British")
         yield Example(prompt, british, american[:_STEM])
+
+
+def _inflection(word: str) -> str:
+    return next((ending for ending in ("ing", "ed", "s") if word.endswith(ending)), "")
 
 
 def _dictionary(path: Path, name: str) -> dict[str, str]:
     """The literal dictionary assigned to ``name`` in a Python file, read without running the file."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == name for t in node.targets
+        ):
             value: dict[str, str] = ast.literal_eval(node.value)
             return value
-    raise InputError("has no such dictionary", path=path, key=name, remedy="pin the version this builder knows")
+    raise InputError(
+        "has no such dictionary", path=path, key=name, remedy="pin the version this builder knows"
+    )
 
 
 SPECS = (
