@@ -8,9 +8,9 @@ from loraforge.errors import UsageError
 from loraforge.quality.builders import (
     bible,
     docstrings,
-    documents,
     extraction,
     icd,
+    languages,
     morphology,
     phrases,
     places,
@@ -23,9 +23,9 @@ from loraforge.quality.builders.common import TaskSpec
 _MODULES: tuple[ModuleType, ...] = (
     bible,
     docstrings,
-    documents,
     extraction,
     icd,
+    languages,
     morphology,
     phrases,
     places,
