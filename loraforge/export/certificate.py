@@ -1,0 +1,65 @@
+"""Error certificates of exported factors, in FP64 and without a dense update."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+PROBES = 8
+PROBE_SEED = 20261130
+
+
+@lru_cache(maxsize=64)
+def probes(d_in: int) -> torch.Tensor:
+    """The eight Gaussian probes [d_in, 8] (float64) of every module with ``d_in`` inputs."""
+    return torch.randn(
+        d_in, PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(PROBE_SEED + d_in)
+    )
+
+
+def leading_right_directions(a: torch.Tensor) -> torch.Tensor:
+    """Orthonormal rows [k, d_in] (float64) of ordered A = S^1/2 V^T [k, d_in]; a zero row stays zero."""
+    rows = a.double()
+    norms = rows.norm(dim=1, keepdim=True)
+    return torch.where(norms > 0, rows / norms.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+
+
+def action_error(
+    original: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    ordered_a: torch.Tensor,
+    exported: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """|W x - R x|_F / |R x|_F over the probes x; 0 where both are zero.
+
+    R = s B A V_k V_k^T is the rank-k truncation of the original update, taken from the original factors: it
+    shares only the leading right singular directions with what is certified, neither their singular values nor
+    the left factor, nor the rounding of the export.
+
+    Parameters
+    ----------
+    original: A [r, d_in] and B [d_out, r] as trained.
+    scale: s of the original.
+    ordered_a: A = S^1/2 V^T [k, d_in] of the factor cache.
+    exported: A [k, d_in] and B [d_out, k] as written.
+    """
+    a, b = (factor.double() for factor in original)
+    out_a, out_b = (factor.double() for factor in exported)
+    x = probes(a.shape[1])
+    directions = leading_right_directions(ordered_a)
+    wanted = scale * (b @ (a @ (directions.T @ (directions @ x))))
+    difference = float(torch.linalg.norm(out_b @ (out_a @ x) - wanted))
+    norm = float(torch.linalg.norm(wanted))
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return difference / norm
+
+
+def retained_energy(sigma: NDArray[np.float64], k: int) -> float:
+    """Share of squared singular values (descending) in the leading ``k``; 1 for a zero update."""
+    energy = np.square(sigma)
+    total = float(energy.sum())
+    return 1.0 if total == 0.0 else min(1.0, float(energy[:k].sum()) / total)

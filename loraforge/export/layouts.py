@@ -1,0 +1,138 @@
+"""The two PEFT layouts of a compressed adapter, as pure functions of names, ranks and configurations.
+
+``ragged``: every module at its true rank; ``rank_pattern`` with an equal ``alpha_pattern``, and r = lora_alpha
+elsewhere, so the scale is 1 for a loader that honours the patterns and for one that drops them.
+``padded``: every module zero-padded to one r, no patterns: for loaders that know one rank an adapter.
+
+The scale of the original is already in the factors, so rsLoRA is off in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from loraforge.config import Layout
+
+# How the original was initialised or trained; meaningless, or harmful (a loader that re-initialises the base
+# weights as PiSSA does), for factors that are already final.
+_TRAINING_ONLY = (
+    "arrow_config",
+    "corda_config",
+    "eva_config",
+    "kasa_config",
+    "lora_ga_config",
+    "loftq_config",
+    "megatron_config",
+    "megatron_core",
+    "monteclora_config",
+    "velora_config",
+)
+
+
+def layout_rank(layout: Layout, ranks: Mapping[str, int]) -> int:
+    """The adapter's one ``r``: its largest rank (padded) or its most common one, the larger of a tie (ragged)."""
+    if layout == "padded":
+        return max(ranks.values())
+    counts = Counter(ranks.values())
+    return max(counts, key=lambda rank: (counts[rank], rank))
+
+
+def module_rank(layout: Layout, name: str, ranks: Mapping[str, int]) -> int:
+    """Rows of A that ``layout`` stores for a module."""
+    return layout_rank(layout, ranks) if layout == "padded" else ranks[name]
+
+
+def pad_factors(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero-pad A [k, d_in] and B [d_out, k] to ``rank`` >= k directions; the product is unchanged."""
+    k = a.shape[0]
+    if k == rank:
+        return a, b
+    padded_a = a.new_zeros(rank, a.shape[1])
+    padded_b = b.new_zeros(b.shape[0], rank)
+    padded_a[:k] = a
+    padded_b[:, :k] = b
+    return padded_a, padded_b
+
+
+def pattern_matches(key: str, name: str) -> bool:
+    """PEFT's rule for rank_pattern and alpha_pattern: a regular expression for the name or a dotted suffix of it."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def pattern_key(name: str, names: Sequence[str]) -> str:
+    """The pattern key of one module: its full name, which engines that look keys up as plain text find too.
+
+    PEFT reads keys as regular expressions on suffixes. Where a plain name would also match another of ``names``
+    ("proj" beside "block.proj"), the key is escaped and anchored instead.
+    """
+    last = name.rpartition(".")[2]
+    rivals = (other for other in names if other.endswith(last) and other != name)
+    if pattern_matches(name, name) and not any(pattern_matches(name, rival) for rival in rivals):
+        return name
+    return "^" + re.escape(name)
+
+
+def _grid(names: Sequence[str]) -> tuple[set[str], set[str]] | None:
+    """(layers, parts of a layer) if ``names`` are exactly every part of every layer, else None."""
+    layers: set[str] = set()
+    parts: set[str] = set()
+    for name in names:
+        match = re.fullmatch(r"(.*?\.\d+)\.(.+)", name)
+        if match is None:
+            return None
+        layers.add(match[1])
+        parts.add(match[2])
+    return (layers, parts) if len(layers) * len(parts) == len(names) else None
+
+
+def target_fields(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Configuration keys that make PEFT rebuild exactly ``names``.
+
+    The original's short list and layer selection are kept where its meaning is certain: a plain list that names
+    just the parts which every layer here has. A regular expression, an exclusion, or modules that differ from
+    layer to layer give the full module names instead.
+    """
+    targets = config.get("target_modules")
+    grid = _grid(names)
+    if isinstance(targets, list) and grid is not None and not config.get("exclude_modules"):
+        kinds = {part.rpartition(".")[2] for part in grid[1]}
+        if set(targets) == kinds and len(kinds) == len(grid[1]):
+            return {"target_modules": sorted(kinds)}
+    return {
+        "target_modules": list(names),
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "exclude_modules": None,
+    }
+
+
+def adapter_config(config: Mapping[str, Any], layout: Layout, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """adapter_config.json of one layout.
+
+    Parameters
+    ----------
+    config: the original's configuration; what does not concern ranks, scale or training is kept.
+    ranks: retained rank by full module name.
+    """
+    names = list(ranks)
+    r = layout_rank(layout, ranks)
+    pattern: dict[str, int] = {}
+    if layout == "ragged":
+        pattern = {pattern_key(name, names): k for name, k in ranks.items() if k != r}
+    kept = {key: value for key, value in config.items() if key not in _TRAINING_ONLY}
+    return {
+        **kept,
+        **target_fields(config, names),
+        "r": r,
+        "lora_alpha": r,
+        "use_rslora": False,
+        "rank_pattern": pattern,
+        "alpha_pattern": dict(pattern),
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
