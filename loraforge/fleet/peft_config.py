@@ -102,9 +102,10 @@ class PeftConfig:
     def _layer_chosen(self, module: str) -> bool:
         if self._layers is None:
             return True
-        patterns = self.raw.get("layers_pattern") or [r"[^.]*"]
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if found := re.match(rf"(?:.*?\.)??{pattern}\.(\d+)\.", module):
+        names = self.raw.get("layers_pattern") or []
+        patterns = [rf"(?:^|.*?\.){name}" for name in ([names] if isinstance(names, str) else names)]
+        for pattern in patterns or [r".*?\.[^.]*"]:
+            if found := re.match(rf"{pattern}\.(\d+)\.", module):
                 return int(found.group(1)) in self._layers
         return False
 

@@ -1,0 +1,65 @@
+"""The allocation problem as flat arrays: what the policies read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """M modules of a fleet and their effective spectra.
+
+    Parameters
+    ----------
+    names: (adapter, module) of each module.
+    rank: int64 [M], nominal ranks r_m >= 1.
+    cost: int64 [M], parameters of one direction, d_in + d_out.
+    sigma: float64 [sum of rank], effective singular values s_m sigma_mj, module after module, each
+        non-increasing. Effective means that the scale of the adapter is included.
+
+    Raises ValueError where the arrays do not fit together or a spectrum is negative, rising or not finite.
+    """
+
+    names: Sequence[tuple[str, str]]
+    rank: Ints
+    cost: Ints
+    sigma: Floats
+
+    def __post_init__(self) -> None:
+        modules = len(self.names)
+        if self.rank.shape != (modules,) or self.cost.shape != (modules,):
+            raise ValueError(f"{modules} names, rank {self.rank.shape} and cost {self.cost.shape} disagree")
+        if modules == 0 or self.rank.min() < 1 or self.cost.min() < 1:
+            raise ValueError("a problem needs modules, each of rank and cost at least 1")
+        if self.sigma.shape != (int(self.offsets[-1]),):
+            raise ValueError(f"sigma {self.sigma.shape} is not the sum of ranks {int(self.offsets[-1])}")
+        rises = np.diff(self.sigma) > 0
+        rises[self.offsets[1:-1] - 1] = False  # from one module to the next
+        if rises.any() or not np.isfinite(self.sigma).all() or self.sigma.min() < 0:
+            raise ValueError("every spectrum must be finite, non-negative and non-increasing")
+
+    @cached_property
+    def offsets(self) -> Ints:
+        """int64 [M + 1]: module m owns ``sigma[offsets[m]:offsets[m + 1]]``."""
+        return np.concatenate(([0], np.cumsum(self.rank, dtype=np.int64)))
+
+    def parameters(self, k: Ints) -> int:
+        """Compact parameters of ranks ``k`` (int64 [M])."""
+        return int(k @ self.cost)
+
+    def retained_energy(self, k: Ints) -> float:
+        """Share of the fleet's absolute squared energy in the leading ``k`` directions; 1 for a zero fleet."""
+        energy = np.square(self.sigma)
+        bounds = np.stack((self.offsets[:-1], self.offsets[:-1] + k), axis=1).ravel()
+        # reduceat cannot take an index past the end: the last bound is that only where k is the full rank
+        sums = np.add.reduceat(np.append(energy, 0.0), bounds)[::2]
+        total = float(energy.sum())
+        return min(1.0, float(sums.sum()) / total) if total > 0 else 1.0
