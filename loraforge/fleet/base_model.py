@@ -20,9 +20,7 @@ from loraforge.progress import say
 from loraforge.quality.builders.sources import DEFAULT_CACHE, pypi
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise InputError(f"not a readable safetensors file ({error})", path=path) from error
 
 
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def _bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
