@@ -55,11 +55,18 @@ class Problem:
         """Compact parameters of ranks ``k`` (int64 [M])."""
         return int(k @ self.cost)
 
-    def retained_energy(self, k: Ints) -> float:
-        """Share of the fleet's absolute squared energy in the leading ``k`` directions; 1 for a zero fleet."""
-        energy = np.square(self.sigma)
+    def module_energy(self, k: Ints) -> Floats:
+        """Squared energy of the leading ``k`` directions of each module, float64 [M] (``1 <= k <= rank``)."""
         bounds = np.stack((self.offsets[:-1], self.offsets[:-1] + k), axis=1).ravel()
-        # reduceat cannot take an index past the end: the last bound is that only where k is the full rank
-        sums = np.add.reduceat(np.append(energy, 0.0), bounds)[::2]
-        total = float(energy.sum())
-        return min(1.0, float(sums.sum()) / total) if total > 0 else 1.0
+        # the appended zero lets the last bound point at the end
+        sums: Floats = np.add.reduceat(np.append(np.square(self.sigma), 0.0), bounds)[::2]
+        return sums
+
+    def energy(self, k: Ints) -> float:
+        """Squared energy of the fleet that ranks ``k`` (int64 [M]) retain."""
+        return float(self.module_energy(k).sum())
+
+    def retained_energy(self, k: Ints) -> float:
+        """Share of the fleet's squared energy that ranks ``k`` retain; 1 for a fleet of zeros."""
+        total = self.energy(self.rank)
+        return min(1.0, self.energy(k) / total) if total > 0 else 1.0

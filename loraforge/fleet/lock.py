@@ -1,0 +1,230 @@
+"""Fleet locks: which adapters over which base model, by size and SHA-256.
+
+A lock names files relative to itself, so that a folder with its lock can be moved as a whole. Whatever reads a
+fleet through its lock has re-hashed every byte first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from loraforge.errors import InputError, IntegrityError
+from loraforge.files import read_json, sha256_file, write_json
+from loraforge.fleet.peft_config import CONFIG_NAME
+from loraforge.fleet.peft_io import WEIGHTS_NAME, Adapter, check_fleet, open_adapter, open_fleet
+from loraforge.progress import track
+
+# What decides an adapter and its history; other files beside them (a model card, say) may change freely.
+_REQUIRED = (CONFIG_NAME, WEIGHTS_NAME)
+_OPTIONAL = ("recipe.yaml", "training.json")
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(pattern=r"^[^/\\]+$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class LockedFile(_Strict):
+    """One file of an adapter."""
+
+    name: Name
+    bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class PathSource(_Strict):
+    """A folder, relative to the lock file (POSIX separators)."""
+
+    path: str = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _relative(self) -> PathSource:
+        if Path(self.path).is_absolute():
+            raise ValueError("must be relative to the lock file")
+        return self
+
+
+class LockedAdapter(_Strict):
+    """One adapter; ``task`` is that of its recipe, where it has one."""
+
+    name: Name
+    task: str | None = None
+    source: PathSource
+    files: tuple[LockedFile, ...]
+
+
+class LockedBase(_Strict):
+    """The base model: its name in the adapters, where it comes from, and hashes of its files and tensors."""
+
+    name: str
+    source: str | None = None
+    files: dict[str, Sha256] = Field(default={}, description="file name -> SHA-256")
+    tensors_sha256: Sha256 | None = None
+
+
+class FleetLock(_Strict):
+    """A whole fleet (``<fleet>.lock.json``)."""
+
+    schema_: Literal["loraforge.fleet-lock/1"] = Field("loraforge.fleet-lock/1", alias="schema")
+    name: Name
+    base_model: LockedBase
+    adapters: tuple[LockedAdapter, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _unique(self) -> FleetLock:
+        names = [adapter.name for adapter in self.adapters]
+        if len(set(names)) != len(names):
+            raise ValueError("two adapters have the same name")
+        return self
+
+    def folder(self, adapter: LockedAdapter, lock: Path) -> Path:
+        """Where the files of ``adapter`` lie, for a lock read from the file ``lock``."""
+        return Path(os.path.normpath(Path(lock).parent / adapter.source.path))
+
+    def local_files(self, lock: Path) -> list[Path]:
+        """All locked files, for a lock read from the file ``lock``."""
+        return [self.folder(adapter, lock) / file.name for adapter in self.adapters for file in adapter.files]
+
+
+def load_lock(path: Path) -> FleetLock:
+    """Read a lock without touching the adapters. Raises InputError that names the file and the key."""
+    value = read_json(path)
+    try:
+        return FleetLock.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        remedy = "make it with `loraforge fleet lock`"
+        raise InputError(
+            f"not a fleet lock ({first['msg']})", path=path, key=key or None, remedy=remedy
+        ) from error
+
+
+def save_lock(lock: FleetLock, path: Path) -> None:
+    """Write a lock atomically."""
+    write_json(path, lock.model_dump(mode="json", by_alias=True))
+
+
+def make_lock(adapters: Sequence[Path], path: Path, *, name: str, base: Path | None = None) -> FleetLock:
+    """Open and hash adapter folders (or folders of them) for a lock that will be written to ``path``.
+
+    ``base`` is a folder with the base model's safetensors files, to be hashed too; without it the base model
+    is described by name, and by its pins where this package ships them. Raises InputError for whatever
+    :func:`open_fleet` refuses, and for a ``base`` without safetensors.
+    """
+    fleet = open_fleet(adapters)
+    described = _pinned_base(fleet[0].base_model) if base is None else _hashed_base(fleet[0].base_model, base)
+    locked = [_lock_adapter(adapter, path) for adapter in track(fleet, "hash", len(fleet))]
+    return FleetLock(name=name, base_model=described, adapters=tuple(locked))
+
+
+def verify(path: Path) -> FleetLock:
+    """Re-hash every file that the lock at ``path`` names.
+
+    Raises InputError for a malformed lock, IntegrityError for a missing or changed file; the latter names the
+    file and both hashes (or sizes).
+    """
+    lock = load_lock(path)
+    for adapter in track(lock.adapters, "verify", len(lock.adapters)):
+        folder = lock.folder(adapter, path)
+        for file in adapter.files:
+            _verify_file(folder / file.name, file, path)
+    return lock
+
+
+def resolve_fleet(path: Path) -> list[Adapter]:
+    """Verify the lock at ``path`` and open its adapters, in its order."""
+    lock = verify(path)
+    fleet = [open_adapter(lock.folder(adapter, path), name=adapter.name) for adapter in lock.adapters]
+    check_fleet(fleet)
+    _same_base(fleet[0], lock.base_model)
+    return fleet
+
+
+def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:
+    remedy = (
+        f"restore the file, or make the lock anew with `loraforge fleet lock` if the change is meant ({lock})"
+    )
+    if not path.is_file():
+        raise IntegrityError(
+            f"file not found, but locked with SHA-256 {file.sha256}", path=path, remedy=remedy
+        )
+    size, found = path.stat().st_size, sha256_file(path)
+    if size != file.bytes:
+        raise IntegrityError(
+            f"is {size} bytes (SHA-256 {found}), locked are {file.bytes} bytes (SHA-256 {file.sha256})",
+            path=path,
+            remedy=remedy,
+        )
+    if found != file.sha256:
+        raise IntegrityError(f"SHA-256 is {found}, locked is {file.sha256}", path=path, remedy=remedy)
+
+
+def _lock_adapter(adapter: Adapter, lock: Path) -> LockedAdapter:
+    present = [name for name in _OPTIONAL if (adapter.path / name).is_file()]
+    files = [
+        LockedFile(name=name, bytes=path.stat().st_size, sha256=sha256_file(path))
+        for name, path in ((name, adapter.path / name) for name in (*_REQUIRED, *present))
+    ]
+    relative = os.path.relpath(adapter.path.resolve(), Path(lock).resolve().parent)
+    return LockedAdapter(
+        name=adapter.name,
+        task=_task(adapter.path / "recipe.yaml"),
+        source=PathSource(path=Path(relative).as_posix()),
+        files=tuple(files),
+    )
+
+
+def _task(recipe: Path) -> str | None:
+    if not recipe.is_file():
+        return None
+    try:
+        value: Any = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"not valid YAML ({str(error).splitlines()[0]})", path=recipe) from error
+    task = value.get("task") if isinstance(value, dict) else None
+    return None if task is None else str(task)
+
+
+def _pinned_base(name: str) -> LockedBase:
+    from loraforge.fleet.base_model import SMOLLM2
+
+    if name != SMOLLM2.name:
+        return LockedBase(name=name)
+    return LockedBase(
+        name=name,
+        source=SMOLLM2.source,
+        files={Path(SMOLLM2.member).name: SMOLLM2.gguf_sha256},
+        tensors_sha256=SMOLLM2.tensors_sha256,
+    )
+
+
+def _hashed_base(name: str, folder: Path) -> LockedBase:
+    from loraforge.fleet.base_model import tensors_sha256
+
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise InputError("holds no safetensors file", path=folder, remedy="name the folder of the base model")
+    return LockedBase(
+        name=name,
+        files={path.name: sha256_file(path) for path in weights},
+        tensors_sha256=tensors_sha256(weights[0]) if len(weights) == 1 else None,
+    )
+
+
+def _same_base(adapter: Adapter, base: LockedBase) -> None:
+    if adapter.base_model != base.name:
+        raise InputError(
+            f"base model is {adapter.base_model!r}, but the lock has {base.name!r}",
+            path=adapter.path / CONFIG_NAME,
+            key="base_model_name_or_path",
+            remedy="lock adapters together with the base model that they were trained on",
+        )
