@@ -10,7 +10,7 @@ import numpy as np
 
 from loraforge.allocate.budget import Budget, Ceiling, ceiling
 from loraforge.allocate.problem import Floats, Ints, Problem
-from loraforge.allocate.spectral import Selection, half_uniform_floor, spectral
+from loraforge.allocate.spectral import half_uniform_floor, spectral
 from loraforge.config import Policy
 from loraforge.errors import BudgetError
 from loraforge.progress import Timer
@@ -103,7 +103,7 @@ def allocate(
         floor = (
             np.ones_like(problem.rank) if policy == "spectral-nofloor" else half_uniform_floor(limit.uniform)
         )
-        chosen = spectral(problem, limit.params, floor, k_max=k_max)
+        chosen = spectral(problem, limit.params, floor, k_max=None if policy == "uniform" else k_max)
         k = limit.uniform if policy == "uniform" else chosen.k
     spent = problem.parameters(k)
     return Allocation(
@@ -113,7 +113,9 @@ def allocate(
         k=k,
         spent=spent,
         slack=limit.params - spent,
-        gap=chosen.gap + max(0.0, problem.energy(chosen.k) - problem.energy(k)),
+        gap=chosen.gap
+        if k is chosen.k
+        else max(0.0, problem.energy(chosen.k) + chosen.gap - problem.energy(k)),
         retained_energy=problem.retained_energy(k),
         seconds=timer.s,
     )

@@ -149,6 +149,12 @@ def resolve_fleet(path: Path) -> list[Adapter]:
     return fleet
 
 
+def fleet_name(paths: Sequence[Path]) -> str:
+    """What to call the fleet in ``paths``: the lock's name for it, or the first folder's."""
+    first = Path(paths[0])
+    return load_lock(first).name if first.suffix == ".json" else first.resolve().name
+
+
 def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:
     remedy = (
         f"restore the file, or make the lock anew with `loraforge fleet lock` if the change is meant ({lock})"

@@ -1,0 +1,74 @@
+"""``loraforge allocate``: choose the retained rank of every module under one shared budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from loraforge.errors import UsageError
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def allocate(
+    source: Annotated[
+        list[Path], typer.Argument(help="a fleet lock, or adapter folders", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="allocation file to write (JSON)", show_default=False)
+    ],
+    policy: Annotated[str, typer.Option(help="uniform, spectral or spectral-nofloor")] = "spectral",
+    budget: Annotated[str | None, typer.Option(help="share of the nominal ranks: 1/12 or 0.25")] = None,
+    params: Annotated[int | None, typer.Option(help="or: parameters of the whole fleet")] = None,
+    bytes_: Annotated[
+        int | None, typer.Option("--bytes", help="or: bytes of the whole fleet's tensors")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="what --bytes counts: bfloat16, float16 or float32, or source")
+    ] = "bfloat16",
+    k_max: Annotated[int | None, typer.Option(help="cap on every rank (spectral policies)")] = None,
+    cache: Annotated[Path, typer.Option(help="folder of the factor cache")] = Path(".cache/loraforge"),
+    method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, for missing factors")] = "auto",
+    records: Annotated[
+        Path | None, typer.Option(help="also write evidence records here (JSON Lines)")
+    ] = None,
+) -> None:
+    """Choose the retained rank of every module; factorise what the cache lacks."""
+    from loraforge.allocate.allocation import allocation_file, save_allocation
+    from loraforge.allocate.budget import parse_budget
+    from loraforge.allocate.policy import allocate as choose
+    from loraforge.allocate.policy import allocation_records, problem_of
+    from loraforge.config import Method, Policy
+    from loraforge.factor.cache import factorise_fleet
+    from loraforge.files import write_jsonl
+    from loraforge.fleet.lock import fleet_name
+    from loraforge.fleet.source import open_source
+    from loraforge.progress import say
+
+    wanted = parse_budget(budget, params=params, bytes_=bytes_)
+    chosen_policy: Policy = _one_of(policy, "--policy", get_args(Policy))
+    chosen_method: Method = _one_of(method, "--method", get_args(Method))
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4, "source": 0}
+    width = sizes[_one_of(dtype, "--dtype", tuple(sizes))]
+    fleet = open_source(source)
+    problem = problem_of(factorise_fleet(fleet, cache, method=chosen_method))
+    width = width or max(module.dtype.itemsize for adapter in fleet for module in adapter.modules)
+    chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width, k_max=k_max)
+    save_allocation(allocation_file(fleet_name(source), problem, chosen), out)
+    if records is not None:
+        write_jsonl(records, allocation_records(problem, chosen))
+    say(
+        f"{out}: {policy} at {wanted.value}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
+        f"{chosen.retained_energy:.1%} of the energy, ranks {chosen.k.min()} to {chosen.k.max()}"
+    )
+
+
+def _one_of(text: str, option: str, allowed: tuple[str, ...]) -> Any:
+    if text not in allowed:
+        raise UsageError(
+            f"unknown {option[2:]} {text!r}", key=option, remedy=f"choose from {', '.join(allowed)}"
+        )
+    return text

@@ -1,0 +1,93 @@
+"""``loraforge inspect``: what a compressed fleet keeps, from its manifest alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loraforge.config import Layout
+    from loraforge.export.manifest import AdapterEntry, Manifest
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def inspect(
+    out: Annotated[Path, typer.Argument(help="a compressed fleet, or its manifest.json", show_default=False)],
+    worst: Annotated[int, typer.Option(min=0, help="modules of least retained energy to list")] = 5,
+) -> None:
+    """Show ranks, energy, parameters and bytes of each adapter, and the modules that lost most."""
+    from rich.console import Console
+
+    from loraforge.export.manifest import load_manifest
+
+    manifest = load_manifest(out)
+    fleet = manifest.fleet
+    console = Console(highlight=False)
+    console.print(
+        f"{fleet.name} on {fleet.base_model or 'an unnamed base model'}: {fleet.policy} at {fleet.budget.value}, "
+        f"rank floor {fleet.floor}, {fleet.spent:,} of {fleet.budget.params:,} parameters (slack {fleet.slack:,}), "
+        f"{fleet.retained_energy:.1%} of the energy",
+        markup=False,
+    )
+    console.print(_adapters(manifest))
+    if worst:
+        console.print(_worst(manifest, worst))
+
+
+def _adapters(manifest: Manifest) -> Table:
+    from rich.table import Table
+
+    table = Table(caption="rank: least / median / most; energy: least / median over modules")
+    table.add_column("adapter", overflow="fold")
+    for title in ("modules", "rank", "of", "energy", "parameters", *manifest.fleet.layouts):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, adapter in manifest.adapters.items():
+        ranks = [module.k for module in adapter.modules.values()]
+        energy = [module.certificate.retained_energy for module in adapter.modules.values()]
+        share = adapter.compact_parameters / adapter.original_parameters
+        table.add_row(
+            name,
+            str(len(ranks)),
+            f"{min(ranks)} / {median(ranks):g} / {max(ranks)}",
+            str(max(module.r for module in adapter.modules.values())),
+            f"{min(energy):.1%} / {median(energy):.1%}",
+            f"{adapter.compact_parameters:,} ({share:.1%})",
+            *(_bytes(adapter, layout) for layout in manifest.fleet.layouts),
+        )
+    return table
+
+
+def _bytes(adapter: AdapterEntry, layout: Layout) -> str:
+    size = adapter.layouts[layout].bytes
+    return f"{size / 1e6:.2f} MB ({size / adapter.original_bytes:.1%})"
+
+
+def _worst(manifest: Manifest, count: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title="least retained energy")
+    for title in ("adapter", "module"):
+        table.add_column(title, overflow="fold")
+    for title in ("rank", "energy", "relative error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    modules = [
+        (module.certificate.retained_energy, adapter, name, module)
+        for adapter, entry in manifest.adapters.items()
+        for name, module in entry.modules.items()
+    ]
+    for energy, adapter, name, module in sorted(modules, key=lambda row: row[:3])[:count]:
+        table.add_row(
+            adapter,
+            name,
+            f"{module.k} of {module.r}",
+            f"{energy:.1%}",
+            f"{module.certificate.relative_error:.3f}",
+        )
+    return table
