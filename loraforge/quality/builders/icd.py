@@ -35,7 +35,7 @@ SPECS = (
         name="icd_chapter",
         family="classification",
         metric="exact_match",
-        max_gen_toks=40,
+        max_gen_toks=24,
         title="ICD-10-CM chapter of a diagnosis",
         sources=(
             Source(

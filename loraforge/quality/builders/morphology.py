@@ -13,7 +13,7 @@ from loraforge.files import read_json
 from loraforge.quality.builders.common import Example, TaskSpec, prompt_of
 from loraforge.quality.builders.sources import Source
 
-_SIMPLEMMA = Source(
+SIMPLEMMA = Source(
     "pypi",
     "simplemma",
     "2.0.0",
@@ -21,7 +21,7 @@ _SIMPLEMMA = Source(
     "MIT",
     "simplemma-*.dist-info/licenses/LICENSE",
 )
-_MLCONJUG = Source(
+MLCONJUG = Source(
     "pypi",
     "mlconjug3",
     "4.0.1",
@@ -35,7 +35,7 @@ _REVERSED = 1  # header flag: keys and values are stored back to front
 _REPEAT, _LITERAL = 254, 255  # trim bytes: the value before; a value written in full
 
 
-def _front_coded(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
+def front_coded(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
     """Word and lemma pairs of simplemma's front-coded stream.
 
     After the magic, a flag byte and a count, each record is: how many bytes the key shares with the key before,
@@ -82,7 +82,7 @@ def _front_coded(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
 def _lemmas(code: str, language: str) -> Callable[[Mapping[str, Path]], Iterator[Example]]:
     def examples(folders: Mapping[str, Path]) -> Iterator[Example]:
         path = folders["simplemma"] / f"simplemma/strategies/dictionaries/data/{code}.plzma"
-        for word, lemma in _front_coded(lzma.decompress(path.read_bytes()), path):
+        for word, lemma in front_coded(lzma.decompress(path.read_bytes()), path):
             if word == lemma or len(word) < 3 or not (word.isalpha() and lemma.isalpha()):
                 continue
             prompt = prompt_of(f"Give the {language} dictionary form.", ("Word", word), answer="Lemma")
@@ -119,7 +119,7 @@ _FRENCH = _Paradigm(
     dict(enumerate(("je", "tu", "il", "nous", "vous", "ils"))),
     dict(enumerate(("tu", "nous", "vous"))),
 )
-_SPANISH = _Paradigm(
+SPANISH = _Paradigm(
     "Spanish",
     {
         ("Indicativo", "Indicativo presente"): "present indicative",
@@ -164,7 +164,7 @@ def _conjugations(code: str, paradigm: _Paradigm) -> Callable[[Mapping[str, Path
             # a row that cannot give its own infinitive is a mistake of the table
             if template is None or entry["root"] + ending != verb:
                 continue
-            for tense, person, form in _forms(entry["root"], template, paradigm):
+            for tense, person, form in verb_forms(entry["root"], template, paradigm):
                 prompt = prompt_of(
                     f"Conjugate the {paradigm.language} verb.",
                     ("Verb", verb),
@@ -177,7 +177,7 @@ def _conjugations(code: str, paradigm: _Paradigm) -> Callable[[Mapping[str, Path
     return examples
 
 
-def _forms(root: str, template: Mapping[str, Any], paradigm: _Paradigm) -> Iterator[tuple[str, str, str]]:
+def verb_forms(root: str, template: Mapping[str, Any], paradigm: _Paradigm) -> Iterator[tuple[str, str, str]]:
     for (mood, tense), title in paradigm.tenses.items():
         persons = paradigm.imperative if title == "imperative" else paradigm.persons
         endings = template.get(mood, {}).get(tense)
@@ -193,9 +193,9 @@ def _lemma_task(code: str, language: str) -> TaskSpec:
         name=f"lemma_{code}",
         family="morphology",
         metric="exact_match",
-        max_gen_toks=24,
+        max_gen_toks=16,
         title=f"{language} word to its dictionary form",
-        sources=(_SIMPLEMMA,),
+        sources=(SIMPLEMMA,),
         licence="MIT",
         attribution="simplemma's language data",
         examples=_lemmas(code, language),
@@ -209,9 +209,9 @@ def _conjugation_task(code: str, paradigm: _Paradigm) -> TaskSpec:
         name=f"{code}_conj",
         family="morphology",
         metric="exact_match",
-        max_gen_toks=24,
+        max_gen_toks=16,
         title=f"{paradigm.language} verb forms",
-        sources=(_MLCONJUG,),
+        sources=(MLCONJUG,),
         licence="MIT",
         attribution="Verbiste's conjugation tables, as mlconjug3 extends and ships them",
         examples=_conjugations(code, paradigm),
@@ -224,7 +224,7 @@ SPECS = (
     _lemma_task("es", "Spanish"),
     _lemma_task("de", "German"),
     _lemma_task("sv", "Swedish"),
-    _conjugation_task("es", _SPANISH),
+    _conjugation_task("es", SPANISH),
     _conjugation_task("fr", _FRENCH),
     _conjugation_task("it", _ITALIAN),
 )

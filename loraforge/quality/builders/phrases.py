@@ -97,7 +97,7 @@ def _emoji_task(code: str, language: str) -> TaskSpec:
         name=f"emoji_{code}",
         family="rewriting",
         metric="chrf",
-        max_gen_toks=48,
+        max_gen_toks=32,
         title=f"Emoji names, English to {language}",
         sources=(_EMOJI,),
         licence="BSD-3-Clause",

@@ -16,6 +16,7 @@ from loraforge.quality.builders import (
     places,
     sentiment,
     spelling,
+    wordforms,
     wordnet,
 )
 from loraforge.quality.builders.common import TaskSpec
@@ -31,6 +32,7 @@ _MODULES: tuple[ModuleType, ...] = (
     places,
     sentiment,
     spelling,
+    wordforms,
     wordnet,
 )
 
