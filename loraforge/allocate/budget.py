@@ -19,6 +19,9 @@ class Budget:
     value: str
     amount: Fraction
 
+    def __str__(self) -> str:
+        return self.value if self.kind == "fraction" else f"{self.value} {self.kind}"
+
 
 @dataclass(frozen=True)
 class Ceiling:

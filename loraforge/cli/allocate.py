@@ -61,7 +61,7 @@ def allocate(
     if records is not None:
         write_jsonl(records, allocation_records(problem, chosen))
     say(
-        f"{out}: {policy} at {wanted.value}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
+        f"{out}: {policy} at {wanted}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
         f"{chosen.retained_energy:.1%} of the energy, ranks {chosen.k.min()} to {chosen.k.max()}"
     )
 

@@ -212,7 +212,9 @@ def check_fleet(fleet: list[Adapter]) -> list[Adapter]:
 
 def natural_sorted(names: Sequence[str] | Mapping[str, object]) -> list[str]:
     """Sort with numbers by value: layer 2 before layer 10."""
-    return sorted(names, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in _split(name)])
+    return sorted(
+        names, key=lambda name: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in _split(name)]
+    )
 
 
 def _split(name: str) -> list[str]:
