@@ -249,11 +249,11 @@ def _examples(name: str, folders: dict[str, Path]) -> dict[str, tuple[str, str]]
 def test_front_coded_dictionaries_are_decoded(tmp_path: Path) -> None:
     # gatas: trim 2 append "o"; gatos: repeat the value; perros: literal
     stream = b"SMFC1\x00\x03" + b"\x00\x05gatas\x02\x01o" + b"\x03\x02os\xfe" + b"\x00\x06perros\xff\x05perro"
-    pairs = list(morphology._front_coded(stream, tmp_path))
+    pairs = list(morphology.front_coded(stream, tmp_path))
     assert pairs == [("gatas", "gato"), ("gatos", "gato"), ("perros", "perro")]
-    assert list(morphology._front_coded(b"SMFC1\x01\x01\x00\x03sol\xff\x02lo", tmp_path)) == [("los", "ol")]
+    assert list(morphology.front_coded(b"SMFC1\x01\x01\x00\x03sol\xff\x02lo", tmp_path)) == [("los", "ol")]
     with pytest.raises(InputError, match="not a front-coded dictionary"):
-        list(morphology._front_coded(b"\x80\x04pickle", tmp_path))
+        list(morphology.front_coded(b"\x80\x04pickle", tmp_path))
 
 
 def test_conjugations_keep_finite_forms_of_sound_rows(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def _conjugations(code: str, paradigm: _Paradigm) -> Callable[[Mapping[str, Path
 
 
 def verb_forms(root: str, template: Mapping[str, Any], paradigm: _Paradigm) -> Iterator[tuple[str, str, str]]:
+    """Tense, person and form of a verb with this root, for every sound cell of its template."""
     for (mood, tense), title in paradigm.tenses.items():
         persons = paradigm.imperative if title == "imperative" else paradigm.persons
         endings = template.get(mood, {}).get(tense)
