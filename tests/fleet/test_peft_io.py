@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeAdapter
+from adapter_folders import MakeAdapter
 from safetensors.torch import load_file
 
 from loraforge.files import sha256_file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeAdapter, write_adapter
+from adapter_folders import MakeAdapter, write_adapter
 from safetensors.torch import load_file, save_file
 
 from loraforge.errors import InputError
