@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -30,11 +31,16 @@ def inspect(
     manifest = load_manifest(out)
     fleet = manifest.fleet
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(
+            highlight=False, width=160
+        )  # a file has no width: fold nothing that 80 columns would
     console.print(
         f"{fleet.name} on {fleet.base_model or 'an unnamed base model'}: {fleet.policy} at {fleet.budget.value}, "
         f"rank floor {fleet.floor}, {fleet.spent:,} of {fleet.budget.params:,} parameters (slack {fleet.slack:,}), "
         f"{fleet.retained_energy:.1%} of the energy",
         markup=False,
+        soft_wrap=True,
     )
     console.print(_adapters(manifest))
     if worst:
@@ -44,10 +50,10 @@ def inspect(
 def _adapters(manifest: Manifest) -> Table:
     from rich.table import Table
 
-    table = Table(caption="rank: least / median / most; energy: least / median over modules")
-    table.add_column("adapter", overflow="fold")
-    for title in ("modules", "rank", "of", "energy", "parameters", *manifest.fleet.layouts):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = Table(caption="ranks: least / median / most; energy: least / median over modules")
+    table.add_column("adapter", overflow="fold", min_width=10)
+    for title in ("modules", "ranks", "of", "energy", "parameters", *manifest.fleet.layouts):
+        table.add_column(title, justify="right")
     for name, adapter in manifest.adapters.items():
         ranks = [module.k for module in adapter.modules.values()]
         energy = [module.certificate.retained_energy for module in adapter.modules.values()]
