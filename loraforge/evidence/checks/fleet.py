@@ -1,0 +1,76 @@
+"""Adapters are those of the fleet lock, on disk and in every bag that was made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from loraforge.errors import LoraForgeError
+from loraforge.evidence.bag import Bag
+from loraforge.evidence.checks.base import Check, Failure, Scope, guarded
+from loraforge.evidence.locks import WEIGHTS, Lock, LockedFile, read_lock
+from loraforge.files import sha256_file
+
+
+class FleetCheck(Check):
+    """Every locked file is re-hashed; bags of that fleet state the same hashes for their adapters."""
+
+    title: ClassVar = "fleet"
+
+    def count(self, scope: Scope) -> int:
+        if scope.lock is None:
+            return 0
+        try:
+            return len(read_lock(scope.lock).files) or 1
+        except LoraForgeError:  # the run says what is wrong with the lock
+            return 1
+
+    def run(self, scope: Scope) -> Iterator[Failure]:
+        if scope.lock is not None:
+            yield from guarded(scope.lock, lambda: self._look(scope, scope.lock))  # type: ignore[arg-type]
+
+    def _look(self, scope: Scope, path: Path) -> Iterator[Failure]:
+        lock = read_lock(path)
+        if not lock.files:
+            yield Failure(path, "locks no file")
+        for file in lock.files:
+            yield from guarded(file.path, lambda file=file: _file(file, path))  # type: ignore[misc]
+        for bag in scope.bags:
+            yield from guarded(bag.path, lambda bag=bag: _bag(bag, lock, path))  # type: ignore[misc]
+
+
+def _file(file: LockedFile, lock: Path) -> Iterator[Failure]:
+    if not file.path.is_file():
+        yield Failure(file.path, f"adapter {file.adapter}: file locked in {lock.name} is missing")
+        return
+    digest = sha256_file(file.path)
+    if digest != file.sha256:
+        yield Failure(
+            file.path,
+            f"adapter {file.adapter}: SHA-256 is {digest[:12]}…, {lock.name} says {file.sha256[:12]}…",
+        )
+
+
+def _bag(bag: Bag, lock: Lock, path: Path) -> Iterator[Failure]:
+    if bag.run.fleet != lock.name:
+        return
+    locked = {file.key: file.sha256 for file in lock.files}
+    inputs = bag.data / "inputs.json"
+    stated = {name: digest for name, digest in bag.inputs.items() if name.startswith("adapters/")}
+    if not stated:
+        yield Failure(inputs, f"states no adapter of fleet {lock.name}")
+    for name, digest in stated.items():
+        if name not in locked:
+            yield Failure(inputs, f"{name}: is not in {path.name}")
+        elif locked[name] != digest:
+            yield Failure(inputs, f"{name}: SHA-256 is {digest[:12]}…, {path.name} says {locked[name][:12]}…")
+    for adapter in bag.target.adapters(bag.records):
+        if f"adapters/{adapter}/{WEIGHTS}" not in stated:
+            yield Failure(inputs, f"adapter {adapter} of the records is not among the inputs")
+    for adapter, digest in bag.target.original_hashes(bag.records).items():
+        if locked.get(f"adapters/{adapter}/{WEIGHTS}", digest) != digest:
+            yield Failure(
+                bag.data / "records.jsonl",
+                f"adapter {adapter}: was scored with other weights than those of {path.name}",
+            )

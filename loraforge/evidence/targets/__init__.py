@@ -1,0 +1,30 @@
+"""Targets: one module a kind of evidence, each with its records, summary and claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraforge.errors import UsageError
+from loraforge.evidence.targets.allocation import AllocationTarget
+from loraforge.evidence.targets.base import Claim, Record, Summary, Target
+from loraforge.evidence.targets.quality import QualityTarget
+from loraforge.evidence.targets.recompression import RecompressionTarget
+from loraforge.evidence.targets.spectra import SpectraTarget
+
+TARGETS: dict[str, Target[Any]] = {
+    target.name: target
+    for target in (SpectraTarget(), AllocationTarget(), RecompressionTarget(), QualityTarget())
+}
+
+
+def get_target(name: str) -> Target[Any]:
+    """The target of that name. Raises UsageError that lists those there are."""
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise UsageError(
+            f"no evidence target {name!r}", remedy=f"choose one of {', '.join(TARGETS)}"
+        ) from None
+
+
+__all__ = ["TARGETS", "Claim", "Record", "Summary", "Target", "get_target"]

@@ -1,0 +1,252 @@
+"""Small records with the form and the spread of real ones, and a fleet lock to go with them; all seeded."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loraforge.files import sha256_text, write_json, write_jsonl
+
+SIZES = {
+    "q_proj": 576 + 576,
+    "k_proj": 576 + 192,
+    "v_proj": 576 + 192,
+    "o_proj": 576 + 576,
+    "gate_proj": 576 + 1536,
+    "up_proj": 576 + 1536,
+    "down_proj": 576 + 1536,
+}
+NAMES = (
+    "airport_country",
+    "brown_genre",
+    "chem_elements",
+    "chem_formula",
+    "city_country",
+    "docstring_name",
+    "emoji_de",
+    "emoji_es",
+    "etym",
+    "icd_chapter",
+    "lemma_fi",
+    "lemma_fr",
+    "lemma_sv",
+    "name_parse",
+    "pos_tag",
+    "sent_airline",
+    "sent_movie",
+    "time_expr",
+    "tr_fra_eng",
+    "tr_swe_eng",
+    "ua_json",
+    "ui_fr",
+    "wn_hypernym",
+    "wn_supersense",
+)
+METRICS = ("exact_match", "field_f1", "chrf")
+BUDGETS = ("1/12", "1/8", "1/4", "1/2")
+MODEL_SHA = sha256_text("base model")
+
+
+def modules(adapters: int, layers: int) -> list[dict[str, Any]]:
+    """One description a module: adapters differ in rank and in which linears they target."""
+    found = []
+    for number, adapter in enumerate(NAMES[:adapters]):
+        rank = (16, 32, 64)[number % 3]
+        kinds = (("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"), tuple(SIZES))[
+            number // 2 % 3
+        ]
+        found += [
+            {
+                "adapter": adapter,
+                "module": f"model.layers.{layer}.{kind}",
+                "kind": kind,
+                "layer": layer,
+                "rank": rank,
+            }
+            for layer in range(layers)
+            for kind in kinds
+        ]
+    return found
+
+
+def spectra(adapters: int = 3, layers: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(seed)
+    found: list[dict[str, Any]] = []
+    for item in modules(adapters, layers):
+        decay = draw.uniform(1.5, 9.0) / item["rank"]
+        sigma = np.exp(-decay * np.arange(item["rank"])) * draw.uniform(0.5, 2.0)
+        sigma *= np.sort(draw.uniform(0.9, 1.0, item["rank"]))[::-1]
+        found.append(
+            item
+            | {
+                "scale": 2.0,
+                "sigma": sigma.tolist(),
+                "path": "gram",
+                "action_error": float(draw.uniform(1e-7, 6e-7)),
+                "spectrum_error": float(draw.uniform(1e-9, 1e-8)),
+            }
+        )
+    return [*found, {"record": "timing", "name": "factor", "seconds": 8.1, "passes": [8.1]}]
+
+
+def allocation(adapters: int = 3, layers: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(seed)
+    described = modules(adapters, layers)
+    weight = {name: draw.lognormal(0.0, 0.9) for name in NAMES}
+    noise = draw.lognormal(0.0, 0.5, len(described))
+    found: list[dict[str, Any]] = []
+    for policy in ("uniform", "spectral", "spectral-nofloor"):
+        for budget in BUDGETS:
+            uniform = [max(1, int(item["rank"] * Fraction(budget))) for item in described]
+            floor = [1 if policy == "spectral-nofloor" else max(1, -(-u // 2)) for u in uniform]
+            ceiling = sum(u * SIZES[item["kind"]] for u, item in zip(uniform, described, strict=True))
+            chosen, spent = (
+                list(floor),
+                sum(f * SIZES[item["kind"]] for f, item in zip(floor, described, strict=True)),
+            )
+            if policy == "uniform":
+                chosen, spent = uniform, ceiling
+            live = policy != "uniform"
+            while live:
+                live = False
+                for number, item in enumerate(described):
+                    step = round(2 * weight[item["adapter"]] * noise[number] * (1 + item["layer"] / layers))
+                    step = min(step, item["rank"] - chosen[number], (ceiling - spent) // SIZES[item["kind"]])
+                    if step > 0:
+                        chosen[number] += step
+                        spent += step * SIZES[item["kind"]]
+                        live = True
+            for number, item in enumerate(described):
+                found.append(
+                    item | {
+                        "policy": policy, "budget": budget, "k": chosen[number],
+                        "cost": SIZES[item["kind"]], "energy": 0.9,
+                    }
+                )  # fmt: skip
+            found.append(
+                {
+                    "record": "allocation", "policy": policy, "budget": budget, "spent": spent, "ceiling": ceiling,
+                    "slack": ceiling - spent, "gap": 1e-6, "seconds": 0.01,
+                }
+            )  # fmt: skip
+    return found
+
+
+def recompression(matrices: int = 1234, seed: int = 0) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(seed)
+    methods = {
+        "florist": (212.0, {"svd_factors": 0.78, "svd_core": 0.14, "apply": 0.05}, 3e-9),
+        "spectral_transform": (64.0, {"qr": 0.55, "svd": 0.25, "apply": 0.15}, 5e-7),
+        "fraq": (17.0, {"qr": 0.6, "evd": 0.22, "apply": 0.12}, 6e-7),
+        "tsqr": (11.5, {"qr": 0.5, "evd": 0.3, "apply": 0.15}, 6e-7),
+        "gram": (6.2, {"gram": 0.3, "evd": 0.45, "apply": 0.2}, 4e-7),
+    }
+    found: list[dict[str, Any]] = []
+    for method, (seconds, stages, error) in methods.items():
+        for number in range(3):
+            taken = seconds * float(draw.uniform(0.96, 1.05))
+            found.append(
+                {
+                    "method": method,
+                    "pass": number,
+                    "seconds": taken,
+                    "stages": {k: v * taken for k, v in stages.items()},
+                }
+            )
+        found.append(
+            {
+                "record": "check",
+                "method": method,
+                "max_action_error": error,
+                "max_spectrum_error": error / 7,
+                "n": matrices,
+            }
+        )
+    return found
+
+
+def quality(
+    adapters: int = 3, examples: int = 20, seed: int = 0, budgets: tuple[str, ...] = ("1/12", "1/4")
+) -> list[dict[str, Any]]:
+    from loraforge.quality.metrics import aggregate
+
+    draw = np.random.default_rng(seed)
+    found = []
+    arms = [("base", "0"), ("original", "1")] + [
+        (policy, b) for policy in ("uniform", "spectral") for b in budgets
+    ]
+    for number, adapter in enumerate(NAMES[:adapters]):
+        metric = METRICS[number % 3]
+        base, original = draw.uniform(2, 35), draw.uniform(55, 92)
+        luck = draw.uniform(0, 100, examples)
+        for arm, budget in arms:
+            loss = (
+                draw.exponential(14.0 if arm == "uniform" else 5.0) * (0.5 - float(Fraction(budget)))
+                if arm in ("uniform", "spectral")
+                else 0.0
+            )
+            level = base if arm == "base" else max(original - loss, base)
+            scored = weights(adapter) if arm == "original" else f"{adapter} {arm} {budget}"
+            stats: list[list[float]]
+            if metric == "exact_match":
+                stats = [[100.0 if value < level else 0.0] for value in luck]
+            elif metric == "chrf":
+                stats = [[float(np.clip(level + (50 - value) * 0.5, 0, 100))] for value in luck]
+            else:
+                hits = [float(sum(value < level for value in draw.uniform(0, 100, 6))) for _ in luck]
+                stats = [[hit, 6.0 - hit, 6.0 - hit] for hit in hits]
+            found.append(
+                {
+                    "adapter": adapter, "task": adapter, "metric": metric, "arm": arm, "budget": budget,
+                    "score": aggregate(metric, stats), "n": examples, "stats": stats,
+                    "task_sha256": sha256_text(f"task {adapter}"),
+                    "adapter_sha256": None if arm == "base" else sha256_text(scored),
+                    "model_sha256": MODEL_SHA, "seconds": 1.5,
+                }
+            )  # fmt: skip
+    return found
+
+
+MAKERS = {"spectra": spectra, "allocation": allocation, "recompression": recompression, "quality": quality}
+
+
+def weights(adapter: str) -> str:
+    """Stands in for the weights of an adapter."""
+    return f"weights of {adapter}\n"
+
+
+def write_fleet(root: Path, adapters: int = 24) -> Path:
+    """Adapter folders and their lock, as ``loraforge fleet lock`` writes it."""
+    locked = []
+    for adapter in NAMES[:adapters]:
+        folder = root / "smol" / adapter
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(weights(adapter).encode())
+        (folder / "adapter_config.json").write_bytes(b"{}\n")
+        files = [
+            {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_text(file.read_text())}
+            for file in sorted(folder.iterdir())
+        ]
+        locked.append(
+            {"name": adapter, "task": adapter, "source": {"path": f"smol/{adapter}"}, "files": files}
+        )
+    lock = root / "smol.lock.json"
+    write_json(
+        lock,
+        {
+            "schema": "loraforge.fleet-lock/1",
+            "name": "smol",
+            "base_model": {"name": "base"},
+            "adapters": locked,
+        },
+    )
+    return lock
+
+
+def write_records(path: Path, target: str, **size: int) -> Path:
+    """Records of a target as JSON Lines."""
+    write_jsonl(path, MAKERS[target](**size))
+    return path

@@ -1,0 +1,215 @@
+"""Summaries against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraforge.errors import InputError, UsageError
+from loraforge.evidence.machine import anonymise, gpu_label
+from loraforge.evidence.tables import first_difference, from_csv, to_csv
+from loraforge.evidence.targets import TARGETS, get_target
+from loraforge.evidence.targets.allocation import Choice, gini, lorenz
+from loraforge.evidence.targets.spectra import rank_for_energy
+
+
+def parsed(target: str, records: list[dict[str, Any]]) -> list[Any]:
+    kind = TARGETS[target]
+    found = kind.parse([json.dumps(record) for record in records], "records.jsonl")
+    kind.check(found, "records.jsonl")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rank"),
+    [([3.0, 1.0], 1), ([3.0, 1.0 + 1e-6], 2), ([1.0] * 10, 9), ([1.0], 1), ([0.0, 0.0], 0), ([5.0, 0.0], 1)],
+)
+def test_rank_for_90_percent(sigma: list[float], rank: int) -> None:
+    assert rank_for_energy(sigma) == rank  # 9 of 10 is reached exactly by the first direction of [3, 1]
+
+
+def choice(k: int, rank: int = 8, cost: int = 10, module: str = "m", **more: Any) -> Choice:
+    return Choice(
+        adapter="a", module=module, kind="q_proj", layer=0, policy="p", budget="1/2", rank=rank, k=k, cost=cost,
+        energy=1.0, **more,
+    )  # fmt: skip
+
+
+def test_gini_of_equal_shares_is_zero_and_of_all_in_one_of_four_is_three_quarters() -> None:
+    assert gini([choice(4, module=str(i)) for i in range(4)]) == pytest.approx(0.0)
+    assert gini([choice(8 if i == 2 else 0, module=str(i)) for i in range(4)]) == pytest.approx(0.75)
+    x, y = lorenz([choice(8 if i == 2 else 0, module=str(i)) for i in range(4)])
+    assert x.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert y.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_gini_ignores_size_where_the_share_is_the_same() -> None:
+    items = [choice(2, rank=4, cost=10), choice(8, rank=16, cost=100, module="n")]
+    assert gini(items) == pytest.approx(0.0)
+
+
+def test_allocation_sums_are_recomputed_from_the_modules() -> None:
+    records = synthetic.allocation(2, 1)
+    records[-1]["spent"] += 1
+    claims = TARGETS["allocation"].claims(parsed("allocation", records))
+    assert [claim.claim for claim in claims if not claim.passed] == [
+        "difference of stated and summed parameters of spectral-nofloor at 1/2"
+    ]
+
+
+def test_spectra_summary() -> None:
+    summary = TARGETS["spectra"].summarise(parsed("spectra", synthetic.spectra(3, 2)), "tiny")
+    assert summary["tiny.adapters"] == 3
+    assert summary["tiny.modules"] == 2 * (2 + 2 + 4)
+    assert summary["tiny.factor_s"] == 8.1
+    assert summary["tiny.modules_by_gram"] == summary["tiny.modules"]
+
+
+def test_recompression_reports_the_median_pass() -> None:
+    records = [
+        *(
+            {"method": "gram", "pass": i, "seconds": s, "stages": {"evd": s / 2}}
+            for i, s in enumerate((3.0, 1.0, 2.0))
+        ),
+        {"record": "check", "method": "gram", "max_action_error": 1e-7, "max_spectrum_error": 1e-8, "n": 5},
+    ]
+    summary = TARGETS["recompression"].summarise(parsed("recompression", records), "tiny")
+    assert summary["recompression.gram_s"] == 2.0
+    assert summary["tiny.matrices"] == 5
+
+
+def score(
+    adapter: str, arm: str, budget: str, stats: list[list[float]], metric: str = "exact_match"
+) -> dict[str, Any]:
+    from loraforge.quality.metrics import aggregate
+
+    return {
+        "adapter": adapter, "task": adapter, "metric": metric, "arm": arm, "budget": budget, "n": len(stats),
+        "score": aggregate(metric, stats), "stats": stats, "task_sha256": "0" * 64, "adapter_sha256": None,
+        "model_sha256": "1" * 64, "seconds": 1.0,
+    }  # fmt: skip
+
+
+def hits(number: int) -> list[list[float]]:
+    return [[100.0]] * number + [[0.0]] * (10 - number)
+
+
+def test_quality_summary_by_hand() -> None:
+    records = [
+        *(
+            score("a", *arm, hits(n))
+            for arm, n in ((("base", "0"), 1), (("original", "1"), 9), (("uniform", "1/4"), 8))
+        ),
+        *(
+            score("b", *arm, hits(n))
+            for arm, n in ((("base", "0"), 0), (("original", "1"), 6), (("uniform", "1/4"), 6))
+        ),
+    ]
+    summary = TARGETS["quality"].summarise(parsed("quality", records), "tiny")
+    assert summary["quality.base.0.macro"] == pytest.approx(5.0)
+    assert summary["quality.original.1.macro"] == pytest.approx(75.0)
+    assert summary["quality.uniform.1/4.macro"] == pytest.approx(70.0)
+    assert summary["quality.uniform.1/4.delta"] == pytest.approx(-5.0)
+    assert summary["quality.uniform.1/4.worst_regression"] == pytest.approx(10.0)
+    assert summary["quality.uniform.1/4.over5"] == 1
+    assert summary["quality.uniform.1/4.ci_low"] <= -5.0 <= summary["quality.uniform.1/4.ci_high"]
+    assert "quality.original.1.delta" not in summary
+
+
+def test_quality_refuses_arms_that_saw_other_examples() -> None:
+    records = synthetic.quality(2, 6)
+    spoilt = next(record for record in records if record["arm"] == "spectral")
+    spoilt["task_sha256"] = "f" * 64
+    with pytest.raises(InputError, match="were not scored on the same examples"):
+        parsed("quality", records)
+
+
+def test_quality_claims_that_scores_follow_from_the_examples() -> None:
+    records = synthetic.quality(2, 6)
+    records[0]["score"] += 1.0
+    (claim,) = TARGETS["quality"].claims(parsed("quality", records))
+    assert not claim.passed
+    assert claim.value == pytest.approx(1.0)
+
+
+def test_quality_needs_base_and_original() -> None:
+    with pytest.raises(InputError, match="no scores of base at budget 0"):
+        parsed("quality", [record for record in synthetic.quality(2, 6) if record["arm"] != "base"])
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_record_stated_twice_is_refused(target: str) -> None:
+    records = synthetic.MAKERS[target]()
+    with pytest.raises(InputError, match="twice"):
+        parsed(target, [records[0], *records])
+
+
+def test_unknown_target() -> None:
+    with pytest.raises(UsageError, match="choose one of spectra, allocation, recompression, quality"):
+        get_target("speed")
+
+
+NUMBERS = st.one_of(
+    st.none(), st.integers(-(10**12), 10**12), st.floats(allow_nan=False, allow_infinity=False)
+)
+WORDS = st.one_of(st.none(), st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1))
+
+
+@given(st.lists(st.tuples(WORDS, NUMBERS, NUMBERS), min_size=1, max_size=5))
+def test_tables_read_back_as_written(rows: list[tuple[Any, Any, Any]]) -> None:
+    table = [dict(zip(("budget", "x", "value"), row, strict=True)) for row in rows]
+    back = from_csv(to_csv(table), "t.csv")
+    assert back == table
+    assert first_difference(table, back) is None
+
+
+def test_budget_one_stays_text() -> None:
+    assert from_csv(to_csv([{"budget": "1", "value": 1}]), "t.csv") == [{"budget": "1", "value": 1}]
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ([{"n": 1}, {"n": 2.5}], "line 3, n: says 2.5, the records give 2"),
+        ([{"n": 1}], "has 1 rows, the records give 2"),
+        ([{"m": 1}, {"m": 2}], "columns are m, the records give n"),
+        ([{"n": 1}, {"n": None}], "line 3, n: says nothing, the records give 2"),
+    ],
+)
+def test_first_difference(stated: list[dict[str, Any]], words: str) -> None:
+    assert first_difference(stated, [{"n": 1}, {"n": 2}]) == words
+
+
+def test_tables_agree_up_to_rounding() -> None:
+    assert first_difference([{"n": 1.0}], [{"n": 1.0 + 1e-13}]) is None
+    assert first_difference([{"n": 1.0}], [{"n": 1.0 + 1e-6}]) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", "gh200"), ("Tesla T4", "t4"), ("AMD Instinct MI250X", "mi250x"),
+    ],
+)  # fmt: skip
+def test_gpu_label(name: str, label: str) -> None:
+    assert gpu_label(name) == label
+
+
+def test_anonymise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-17")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada.lovelace")
+    home = Path("/home/ada.lovelace")
+    monkeypatch.setattr("pathlib.Path.cwd", lambda: home / "work")
+    monkeypatch.setattr("pathlib.Path.home", lambda: home)
+    text = (
+        "ada.lovelace@node-17: /home/ada.lovelace/work/results/x.json, /home/ada.lovelace/.cache, "
+        "/home/ada.lovelace/works"
+    )
+    assert anonymise(text) == "USER@HOST: ./results/x.json, ~/.cache, ~/works"
