@@ -51,7 +51,7 @@ def _adapters(manifest: Manifest) -> Table:
     from rich.table import Table
 
     table = Table(caption="ranks: least / median / most; energy: least / median over modules")
-    table.add_column("adapter", overflow="fold", min_width=10)
+    table.add_column("adapter", overflow="fold", min_width=8)
     for title in ("modules", "ranks", "of", "energy", "parameters", *manifest.fleet.layouts):
         table.add_column(title, justify="right")
     for name, adapter in manifest.adapters.items():
@@ -72,7 +72,7 @@ def _adapters(manifest: Manifest) -> Table:
 
 def _bytes(adapter: AdapterEntry, layout: Layout) -> str:
     size = adapter.layouts[layout].bytes
-    return f"{size / 1e6:.2f} MB ({size / adapter.original_bytes:.1%})"
+    return f"{size / 1e3:,.1f} kB ({size / adapter.original_bytes:.1%})"
 
 
 def _worst(manifest: Manifest, count: int) -> Table:

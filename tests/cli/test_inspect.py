@@ -56,7 +56,7 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         assert f"{ranks[0]} / {(ranks[1] + ranks[2]) / 2:g} / {ranks[-1]}" in row
         assert f"{sum(m['compact_parameters'] for m in adapter['modules'].values()):,} (" in row
         for layout in adapter["layouts"].values():
-            assert f"{layout['bytes'] / 1e6:.2f} MB" in row
+            assert f"{layout['bytes'] / 1e3:,.1f} kB" in row
     worst = shown.partition("least retained energy")[2]
     listed = [line for line in worst.splitlines() if "model.layers" in line]
     assert len(listed) == 3
