@@ -54,7 +54,9 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
             + ("" if disk["writable"] else ", NOT WRITABLE: pass --cache"),
         ),
     ]
-    rows += [(name, found or "not found (only GPU kernels need it)") for name, found in report["compilers"].items()]
+    rows += [
+        (name, found or "not found (only GPU kernels need it)") for name, found in report["compilers"].items()
+    ]
     return rows
 
 

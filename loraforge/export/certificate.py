@@ -58,8 +58,13 @@ def action_error(
     return difference / norm
 
 
-def retained_energy(sigma: NDArray[np.float64], k: int) -> float:
-    """Share of squared singular values (descending) in the leading ``k``; 1 for a zero update."""
+def energy_split(sigma: NDArray[np.float64], k: int) -> tuple[float, float]:
+    """Retained share of squared singular values (descending), and |dW - dW_k|_F / |dW|_F; (1, 0) for a zero update.
+
+    Both are summed from their own terms: sqrt(1 - share) loses half the digits where little is lost.
+    """
     energy = np.square(sigma)
     total = float(energy.sum())
-    return 1.0 if total == 0.0 else min(1.0, float(energy[:k].sum()) / total)
+    if total == 0.0:
+        return 1.0, 0.0
+    return min(1.0, float(energy[:k].sum()) / total), min(1.0, float(energy[k:].sum()) / total) ** 0.5

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from loraforge.allocate.allocation import BudgetEntry
 from loraforge.config import Layout, Policy
 from loraforge.errors import InputError
 from loraforge.files import read_json, write_json
 
-SCHEMA = "loraforge.manifest/1"
-ADAPTER_SCHEMA = "loraforge.adapter-manifest/1"
 MANIFEST_FILE = "manifest.json"
 ADAPTER_MANIFEST_FILE = "loraforge_manifest.json"
 
@@ -37,8 +36,12 @@ class Certificate(_Strict):
         description="|W x - R x| / |R x| in FP64 over eight Gaussian probes x; W the exported product, "
         "R the original update s B A restricted to its leading k right singular directions",
     )
-    retained_energy: float = Field(ge=0, le=1, description="sum of the k leading squared singular values over all")
-    relative_error: float = Field(ge=0, le=1, description="|dW - dW_k|_F / |dW|_F = sqrt(1 - retained_energy)")
+    retained_energy: float = Field(
+        ge=0, le=1, description="sum of the k leading squared singular values over all"
+    )
+    relative_error: float = Field(
+        ge=0, le=1, description="|dW - dW_k|_F / |dW|_F = sqrt(1 - retained_energy)"
+    )
 
 
 class ModuleEntry(_Strict):
@@ -49,7 +52,7 @@ class ModuleEntry(_Strict):
     scale: float = Field(description="scale of the original; the exported factors have scale 1")
     d_in: int = Field(ge=1, description="input features")
     d_out: int = Field(ge=1, description="output features")
-    path: Literal["gram", "tsqr", "reference"] = Field(description="how the ordered factors were built")
+    path: str = Field(pattern=r"^(gram|tsqr|reference)$", description="how the ordered factors were built")
     certificate: Certificate
     compact_parameters: int = Field(ge=1, description="k (d_in + d_out)")
     physical_bytes: dict[Layout, int] = Field(description="bytes of both factors on disk, by layout")
@@ -88,14 +91,6 @@ class AdapterEntry(_Strict):
         return sum(module.compact_parameters for module in self.modules.values())
 
 
-class BudgetEntry(_Strict):
-    """The budget as it was asked for, and the ceiling it means."""
-
-    kind: Literal["fraction", "params", "bytes"]
-    value: str
-    params: int = Field(ge=1, description="ceiling on the compact parameters of the fleet")
-
-
 class FleetEntry(_Strict):
     """What holds for all adapters."""
 
@@ -105,13 +100,17 @@ class FleetEntry(_Strict):
     budget: BudgetEntry
     floor: str = Field(description="rule of the rank floor")
     spent: int = Field(ge=0, description="compact parameters of the whole fleet")
-    slack: int = Field(description="ceiling minus spent")
-    optimality_gap: float | None = Field(description="bound on the energy that a better choice could add")
-    retained_energy: float = Field(ge=0, le=1, description="absolute retained energy of the fleet over all of it")
+    slack: int = Field(ge=0, description="ceiling minus spent")
+    optimality_gap: float = Field(ge=0, description="bound on the energy that a better choice could add")
+    retained_energy: float = Field(
+        ge=0, le=1, description="absolute retained energy of the fleet over all of it"
+    )
     layouts: tuple[Layout, ...]
     dtype: str = Field(description="torch dtype of the exported factors, or 'source' for each adapter's own")
     tool_version: str
-    allocation_sha256: Sha256 = Field(pattern=r"^[0-9a-f]{64}$", description="of the allocation's canonical JSON")
+    allocation_sha256: Sha256 = Field(
+        pattern=r"^[0-9a-f]{64}$", description="of the allocation's canonical JSON"
+    )
     probes: int = Field(ge=1, description="probes of every certificate")
     probe_seed: int
 
@@ -119,7 +118,7 @@ class FleetEntry(_Strict):
 class Manifest(_Strict):
     """The whole fleet (``manifest.json``)."""
 
-    schema_: Literal["loraforge.manifest/1"] = Field(SCHEMA, alias="schema")
+    schema_: Literal["loraforge.manifest/1"] = Field("loraforge.manifest/1", alias="schema")
     fleet: FleetEntry
     adapters: dict[str, AdapterEntry]
 
@@ -134,7 +133,7 @@ class Manifest(_Strict):
 class AdapterManifest(_Strict):
     """One adapter in one layout (``loraforge_manifest.json`` beside its weights)."""
 
-    schema_: Literal["loraforge.adapter-manifest/1"] = Field(ADAPTER_SCHEMA, alias="schema")
+    schema_: Literal["loraforge.adapter-manifest/1"] = Field("loraforge.adapter-manifest/1", alias="schema")
     name: str
     layout: Layout
     fleet: FleetEntry

@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 
 from loraforge import __version__
+from loraforge.allocate.allocation import AllocationFile
 from loraforge.config import Layout
-from loraforge.errors import InputError, UsageError
-from loraforge.export.certificate import PROBE_SEED, PROBES, action_error, retained_energy
+from loraforge.errors import InputError
+from loraforge.export.certificate import PROBE_SEED, PROBES, action_error, energy_split
 from loraforge.export.layouts import adapter_config, layout_rank, module_rank, pad_factors
 from loraforge.export.manifest import (
     ADAPTER_MANIFEST_FILE,
@@ -28,19 +28,13 @@ from loraforge.export.manifest import (
     Weights,
     save_manifest,
 )
+from loraforge.export.options import LAYOUTS, parse_dtype
 from loraforge.factor.cache import CachedAdapter
-from loraforge.files import atomic_folder, write_text
+from loraforge.files import atomic_folder, canonical_json, sha256_text, write_json
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import WEIGHTS_NAME, Adapter, FactorReader, LoraModule
 from loraforge.progress import progress
 
-DTYPES: dict[str, torch.dtype | None] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "source": None,
-}
-LAYOUTS: tuple[Layout, ...] = ("ragged", "padded")
 # Rounding two factors to a type of unit roundoff u perturbs their product by about u; four times that, or the
 # acceptance of the factor paths where that is larger, means that values were lost, not rounded.
 _ACCEPTED = {dtype: max(2 * torch.finfo(dtype).eps, 1e-4) for dtype in (torch.bfloat16, torch.float16)}
@@ -95,7 +89,7 @@ def _module(
             key=module.name,
             remedy="export with --dtype bfloat16 or float32; if it persists, delete the factor cache",
         )
-    energy = retained_energy(cached.spectrum(module.name), k)
+    energy, lost = energy_split(cached.spectrum(module.name), k)
     width = module.d_in + module.d_out
     entry = ModuleEntry(
         k=k,
@@ -104,9 +98,7 @@ def _module(
         d_in=module.d_in,
         d_out=module.d_out,
         path=cached.modules[module.name].path,
-        certificate=Certificate(
-            action_error=error, retained_energy=energy, relative_error=max(0.0, 1.0 - energy) ** 0.5
-        ),
+        certificate=Certificate(action_error=error, retained_energy=energy, relative_error=lost),
         compact_parameters=k * width,
         physical_bytes={
             layout: module_rank(layout, module.name, ranks) * width * dtype.itemsize for layout in layouts
@@ -153,13 +145,102 @@ def write_adapter(
             folder = out / layout / adapter.name
             folder.mkdir(parents=True)
             written[layout] = _write_weights(folder / WEIGHTS_NAME, tensors, layout_rank(layout, ranks))
-            write_text(folder / CONFIG_NAME, _config_text(adapter_config(adapter.config, layout, ranks)))
+            write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, ranks))
     return AdapterEntry(
         weights_sha256=adapter.weights_sha256,
-        factor_key=cached.key,
+        factor_key=cached.path.stem,
         original_parameters=adapter.n_parameters,
         original_bytes=adapter.weights_path.stat().st_size,
         passthrough=adapter.passthrough,
         layouts=written,
         modules={name: record.entry for name, record in modules.items()},
     )
+
+
+def export_fleet(
+    fleet: Sequence[Adapter],
+    factors: Callable[[Adapter], CachedAdapter],
+    allocation: AllocationFile,
+    out: Path,
+    *,
+    layouts: Sequence[Layout] = LAYOUTS,
+    dtype: str = "bfloat16",
+    force: bool = False,
+) -> Manifest:
+    """Write ``out`` as a whole: manifest.json and ``<layout>/<adapter>/`` of every adapter, one at a time.
+
+    Parameters
+    ----------
+    fleet: the originals, of one base model.
+    factors: opens the ordered factors of an adapter.
+    allocation: retained ranks of exactly these adapters and modules.
+    dtype: a key of :data:`loraforge.export.options.DTYPES`.
+    force: replace a non-empty ``out``, once the new one is complete.
+
+    Raises InputError where allocation and fleet differ or ``dtype`` cannot hold a factor, UsageError for an
+    unknown ``dtype``, OutputError for an output that exists, is read-only or does not fit on the disk.
+    """
+    target = None if parse_dtype(dtype) == "source" else getattr(torch, dtype)
+    _require_same_modules(fleet, allocation)
+    entries: dict[str, AdapterEntry] = {}
+    with atomic_folder(out, force=force) as temporary:
+        with progress("export", len(fleet)) as ticker:
+            for adapter in fleet:
+                ranks = allocation.ranks[adapter.name]
+                entries[adapter.name] = write_adapter(
+                    temporary, adapter, factors(adapter), ranks, layouts=layouts, dtype=target
+                )
+                ticker.advance(adapter.name)
+        manifest = Manifest(
+            fleet=FleetEntry(
+                name=allocation.fleet,
+                base_model=fleet[0].base_model,
+                policy=allocation.policy,
+                budget=allocation.budget,
+                floor=allocation.floor,
+                spent=allocation.spent,
+                slack=allocation.slack,
+                optimality_gap=allocation.optimality_gap,
+                retained_energy=allocation.retained_energy,
+                layouts=tuple(layouts),
+                dtype=dtype,
+                tool_version=__version__,
+                allocation_sha256=sha256_text(
+                    canonical_json(allocation.model_dump(mode="json", by_alias=True))
+                ),
+                probes=PROBES,
+                probe_seed=PROBE_SEED,
+            ),
+            adapters=entries,
+        )
+        for layout in layouts:
+            for name, entry in entries.items():
+                save_manifest(
+                    temporary / layout / name / ADAPTER_MANIFEST_FILE,
+                    AdapterManifest(name=name, layout=layout, fleet=manifest.fleet, adapter=entry),
+                )
+        save_manifest(temporary / MANIFEST_FILE, manifest)
+    return manifest
+
+
+def _require_same_modules(fleet: Sequence[Adapter], allocation: AllocationFile) -> None:
+    remedy = "allocate again for this fleet"
+    have = {adapter.name: {module.name: module.rank for module in adapter.modules} for adapter in fleet}
+    for extra in allocation.ranks.keys() - have.keys():
+        raise InputError(f"the allocation has adapter {extra!r}, the fleet has not", remedy=remedy)
+    for name, modules in have.items():
+        ranks = allocation.ranks.get(name)
+        if ranks is None:
+            raise InputError(f"the fleet has adapter {name!r}, the allocation has not", remedy=remedy)
+        if odd := sorted(ranks.keys() ^ modules.keys()):
+            raise InputError(
+                "allocation and adapter differ in this module", path=name, key=odd[0], remedy=remedy
+            )
+        for module, k in ranks.items():
+            if k > modules[module]:
+                raise InputError(
+                    f"allocated rank {k} exceeds the original's {modules[module]}",
+                    path=name,
+                    key=module,
+                    remedy=remedy,
+                )

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 import loraforge.export.manifest as manifest_module
+from loraforge.allocate.allocation import BudgetEntry
 from loraforge.errors import InputError
 from loraforge.export.manifest import (
     AdapterEntry,
-    BudgetEntry,
     Certificate,
     FleetEntry,
     Manifest,

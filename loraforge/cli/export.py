@@ -1,0 +1,58 @@
+"""``loraforge export``: the stage that turns an allocation and the factor cache into PEFT folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def export(
+    allocation: Annotated[
+        Path, typer.Argument(help="allocation file of `loraforge allocate`", show_default=False)
+    ],
+    source: Annotated[
+        list[Path], typer.Argument(help="the fleet lock, or the adapter folders", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="folder to write; must be absent or empty", show_default=False)],
+    cache: Annotated[Path, typer.Option(help="folder of the factor cache")] = Path(".cache/loraforge"),
+    layout: Annotated[str, typer.Option(help="ragged (PEFT, vLLM), padded (SGLang) or both")] = "both",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
+    ] = "bfloat16",
+    method: Annotated[
+        str, typer.Option(help="method of the cached factors: auto, gram, tsqr or reference")
+    ] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
+) -> None:
+    """Write PEFT folders and the retained-rank manifest; the factors must be in the cache."""
+    from loraforge.allocate.allocation import load_allocation
+    from loraforge.export.options import parse_dtype, parse_layouts, parse_method
+    from loraforge.files import refuse_non_empty
+    from loraforge.progress import say
+
+    chosen, layouts = parse_method(method), parse_layouts(layout)
+    parse_dtype(dtype)
+    refuse_non_empty(out, force=force)
+
+    from loraforge.export.writer import export_fleet
+    from loraforge.factor.cache import open_cached
+    from loraforge.fleet.source import open_source
+
+    ranks = load_allocation(allocation)
+    manifest = export_fleet(
+        open_source(source),
+        lambda adapter: open_cached(adapter, cache, method=chosen),
+        ranks,
+        out,
+        layouts=layouts,
+        dtype=dtype,
+        force=force,
+    )
+    say(
+        f"{out}: {len(manifest.adapters)} adapters, {manifest.fleet.spent:,} parameters, {' and '.join(layouts)}"
+    )
