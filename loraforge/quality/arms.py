@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from loraforge.errors import InputError
+from loraforge.export.writer import cast_factors
+
+if TYPE_CHECKING:
+    from loraforge.factor.cache import CachedAdapter
+    from loraforge.fleet.peft_io import Adapter
 
 
 class Update(NamedTuple):
@@ -70,3 +75,45 @@ class MergedModel:
                 remedy="use the base that the adapter was trained on",
             )
         return weight  # type: ignore[no-any-return]
+
+
+class Arm(NamedTuple):
+    """One way to serve an adapter: ``name`` is base, original or a policy; ``budget`` "0", "1" or a fraction."""
+
+    name: str
+    budget: str
+
+
+BASE = Arm("base", "0")
+ORIGINAL = Arm("original", "1")
+
+
+def arms_of(policies: Sequence[str], budgets: Sequence[str]) -> list[Arm]:
+    """Base, original, then every policy at every budget."""
+    return [BASE, ORIGINAL, *(Arm(policy, budget) for policy in policies for budget in budgets)]
+
+
+def original_updates(adapter: Adapter) -> dict[str, Update]:
+    """The adapter's own factors, as stored."""
+    with adapter.reader() as reader:
+        return {module.name: Update(*reader.factors(module), module.scale) for module in adapter.modules}
+
+
+def truncated_updates(
+    adapter: Adapter, cached: CachedAdapter, ranks: Mapping[str, int], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Update]:
+    """The leading ``ranks`` directions of every module, rounded to ``dtype`` as export rounds them.
+
+    Raises InputError where ``ranks`` lacks a module or a value overflows ``dtype``.
+    """
+    found: dict[str, Update] = {}
+    for module in adapter.modules:
+        if module.name not in ranks:
+            raise InputError(
+                f"no rank for this module of {adapter.name}",
+                key=module.name,
+                remedy="allocate again for this fleet",
+            )
+        factors = cached.factors(module.name, ranks[module.name])
+        found[module.name] = Update(*cast_factors(adapter, module.name, factors, dtype), 1.0)
+    return found

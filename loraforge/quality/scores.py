@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from loraforge.errors import UsageError
 from loraforge.quality.metrics import aggregate
 
-NOTABLE_LOSS = 5.0  # points; the paper counts adapters that lose more than this
+LARGE_LOSS = 5.0  # points; the paper counts adapters that lose more than this
+_ROUNDING = 1e-9  # a loss of exactly five points can be 5 + 1e-14 as a difference of two means
 
 
 @dataclass(frozen=True)
-class Scored:
+class Sample:
     """One adapter's task under one arm: its metric and the metric's statistics of every example, in order."""
 
     metric: str
@@ -44,13 +45,13 @@ def losses(scores: Mapping[str, float], original: Mapping[str, float]) -> dict[s
     return {adapter: original[adapter] - score for adapter, score in scores.items()}
 
 
-def worst_regression(scores: Mapping[str, float], original: Mapping[str, float]) -> float:
-    """Largest loss of any adapter, in points; 0 where none loses."""
-    return max(0.0, *losses(scores, original).values())
+def worst(scores: Mapping[str, float], original: Mapping[str, float]) -> tuple[str, float]:
+    """The adapter that loses most, and how many points (0 where none loses)."""
+    found = losses(scores, original)
+    name = max(sorted(found), key=lambda adapter: found[adapter])
+    return name, max(0.0, found[name])
 
 
-def count_over(
-    scores: Mapping[str, float], original: Mapping[str, float], points: float = NOTABLE_LOSS
-) -> int:
+def count_over(scores: Mapping[str, float], original: Mapping[str, float], points: float = LARGE_LOSS) -> int:
     """Number of adapters that lose more than ``points``."""
-    return sum(loss > points for loss in losses(scores, original).values())
+    return sum(loss > points + _ROUNDING for loss in losses(scores, original).values())

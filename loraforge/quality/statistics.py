@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraforge.errors import UsageError
-from loraforge.quality.scores import Scored, count_over, macro, worst_regression
+from loraforge.quality.scores import Sample, count_over, macro, worst
 
 SEED = 20261130
 DRAWS = 2000
@@ -30,12 +30,13 @@ class Comparison:
     ci_low: float
     ci_high: float
     worst_regression: float
+    worst_adapter: str
     over5: int
 
 
 def compare(
-    arm: Mapping[str, Scored],
-    other: Mapping[str, Scored],
+    arm: Mapping[str, Sample],
+    other: Mapping[str, Sample],
     *,
     seed: int = SEED,
     draws: int = DRAWS,
@@ -47,14 +48,21 @@ def compare(
     """
     scores = {name: item.score for name, item in arm.items()}
     others = {name: item.score for name, item in other.items()}
-    worst = worst_regression(scores, others)  # also refuses unequal adapters
+    worst_adapter, loss = worst(scores, others)  # also refuses unequal adapters
     low, high = bootstrap(arm, other, seed=seed, draws=draws, level=level)
-    return Comparison(macro(scores) - macro(others), low, high, worst, count_over(scores, others))
+    return Comparison(
+        delta=macro(scores) - macro(others),
+        ci_low=low,
+        ci_high=high,
+        worst_regression=loss,
+        worst_adapter=worst_adapter,
+        over5=count_over(scores, others),
+    )
 
 
 def bootstrap(
-    arm: Mapping[str, Scored],
-    other: Mapping[str, Scored],
+    arm: Mapping[str, Sample],
+    other: Mapping[str, Sample],
     *,
     seed: int = SEED,
     draws: int = DRAWS,
@@ -77,7 +85,7 @@ def bootstrap(
     return float(low), float(high)
 
 
-def _example_draws(name: str, arm: Scored, other: Scored, chance: np.random.Generator, draws: int) -> Floats:
+def _example_draws(name: str, arm: Sample, other: Sample, chance: np.random.Generator, draws: int) -> Floats:
     """Differences in points of one adapter over ``draws`` resamples of its examples: [draws]."""
     if arm.metric != other.metric or len(arm.stats) != len(other.stats):
         raise UsageError(
