@@ -30,6 +30,7 @@ from loraforge.export.manifest import (
 )
 from loraforge.export.options import LAYOUTS, parse_dtype
 from loraforge.factor.cache import CachedAdapter
+from loraforge.factor.pool import worker_pool
 from loraforge.files import atomic_folder, canonical_json, sha256_text, write_json
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import WEIGHTS_NAME, Adapter, FactorReader, LoraModule
@@ -129,11 +130,13 @@ def write_adapter(
     ``out`` is to be a temporary folder. Raises InputError where ``dtype`` cannot hold the factors.
     """
     ranks = {module.name: ranks[module.name] for module in adapter.modules}
-    with adapter.reader() as reader:
-        modules = {
-            module.name: _module(adapter, reader, cached, module, ranks, layouts, dtype or module.dtype)
-            for module in adapter.modules
-        }
+    with adapter.reader() as reader, worker_pool() as pool:
+
+        def build(module: LoraModule) -> _Module:
+            return _module(adapter, reader, cached, module, ranks, layouts, dtype or module.dtype)
+
+        names = [module.name for module in adapter.modules]
+        modules = dict(zip(names, pool.map(build, adapter.modules), strict=True))
         passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
         written: dict[Layout, Weights] = {}
         for layout in layouts:
