@@ -132,7 +132,7 @@ def _macro(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 0.07),
-        title="bars: 95 % paired bootstrap\ninterval of difference to original",
+        title="bars: 95 % paired bootstrap interval\nof the difference to original",
         title_fontsize=6,
         alignment="left",
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, model_validator
 
 from loraforge.errors import InputError
-from loraforge.evidence.bootstrap import Comparison, Sample, compare
 from loraforge.evidence.targets.base import Claim, Record, Summary, Target, at_most
 from loraforge.quality.metrics import METRICS, aggregate
+from loraforge.quality.scores import Sample
+from loraforge.quality.scores import macro as mean
+from loraforge.quality.statistics import Comparison, compare
 
 Arm = tuple[str, str]  # arm, budget
 ORIGINAL: Arm = ("original", "1")
@@ -138,13 +141,23 @@ def by_arm(records: Sequence[Score]) -> dict[Arm, dict[str, Score]]:
 
 def macro(scores: dict[str, Score]) -> float:
     """Mean over adapters of their native scores, from the examples."""
-    return sum(aggregate(item.metric, item.stats) for item in scores.values()) / len(scores)
+    return mean({adapter: sample.score for adapter, sample in _samples(scores)})
 
 
 def versus_original(arms: dict[Arm, dict[str, Score]], arm: Arm) -> Comparison:
-    """An arm against the original adapters, paired by example."""
-    mine, theirs = (
-        {adapter: Sample(item.metric, item.stats) for adapter, item in arms[which].items()}
-        for which in (arm, ORIGINAL)
+    """An arm against the original adapters, paired by example, with a seeded bootstrap interval."""
+    return _compare(_samples(arms[arm]), _samples(arms[ORIGINAL]))
+
+
+Samples = tuple[tuple[str, Sample], ...]
+
+
+def _samples(scores: dict[str, Score]) -> Samples:
+    return tuple(
+        (adapter, Sample(item.metric, tuple(map(tuple, item.stats)))) for adapter, item in scores.items()
     )
-    return compare(mine, theirs)
+
+
+@lru_cache(maxsize=256)  # the summary, the table and the drawn figure of a bag ask for the same bootstraps
+def _compare(arm: Samples, original: Samples) -> Comparison:
+    return compare(dict(arm), dict(original))
