@@ -136,21 +136,6 @@ SPANISH = _Paradigm(
     dict(enumerate(("yo", "tú", "él", "nosotros", "vosotros", "ellos"))),
     dict(enumerate(("tú", "usted", "nosotros", "vosotros", "ustedes"))),
 )
-_ITALIAN = _Paradigm(
-    "Italian",
-    {
-        ("Indicativo", "Indicativo presente"): "present indicative",
-        ("Indicativo", "Indicativo imperfetto"): "imperfect indicative",
-        ("Indicativo", "Indicativo passato remoto"): "remote past",
-        ("Indicativo", "Indicativo futuro semplice"): "future indicative",
-        ("Condizionale", "Condizionale presente"): "present conditional",
-        ("Congiuntivo", "Congiuntivo presente"): "present subjunctive",
-        ("Congiuntivo", "Congiuntivo imperfetto"): "imperfect subjunctive",
-        ("Imperativo", "Imperativo"): "imperative",
-    },
-    dict(enumerate(("io", "tu", "lui", "noi", "voi", "loro"))),
-    {1: "tu", 2: "Lei", 3: "noi", 4: "voi", 5: "Loro"},
-)
 
 
 def _conjugations(code: str, paradigm: _Paradigm) -> Callable[[Mapping[str, Path]], Iterator[Example]]:
@@ -224,8 +209,6 @@ def _conjugation_task(code: str, paradigm: _Paradigm) -> TaskSpec:
 SPECS = (
     _lemma_task("es", "Spanish"),
     _lemma_task("de", "German"),
-    _lemma_task("sv", "Swedish"),
     _conjugation_task("es", SPANISH),
     _conjugation_task("fr", _FRENCH),
-    _conjugation_task("it", _ITALIAN),
 )

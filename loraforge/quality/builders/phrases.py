@@ -109,7 +109,6 @@ def _emoji_task(code: str, language: str) -> TaskSpec:
 SPECS = (
     _emoji_task("de", "German"),
     _emoji_task("fr", "French"),
-    _emoji_task("es", "Spanish"),
     TaskSpec(
         name="ui_de",
         family="rewriting",

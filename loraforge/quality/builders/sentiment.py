@@ -49,18 +49,6 @@ def _rated(file: str, noun: str) -> Callable[[Mapping[str, Path]], Iterable[Exam
 
 SPECS: tuple[TaskSpec, ...] = (
     TaskSpec(
-        name="sent_movie",
-        family="classification",
-        metric="exact_match",
-        max_gen_toks=6,
-        title="Sentiment of a sentence from a film review",
-        sources=(_VADER,),
-        licence="MIT",
-        attribution=f"{_STUDY}; sentences of film reviews collected by B. Pang and L. Lee (2004, 2005).",
-        examples=_rated("movieReviewSnippets", "Review"),
-        max_per_class=4200,
-    ),
-    TaskSpec(
         name="sent_amazon",
         family="classification",
         metric="exact_match",
@@ -73,17 +61,5 @@ SPECS: tuple[TaskSpec, ...] = (
         max_per_class=1230,
         held_out_per_item=12,
         train_per_item=100,
-    ),
-    TaskSpec(
-        name="sent_tweet",
-        family="classification",
-        metric="exact_match",
-        max_gen_toks=6,
-        title="Sentiment of a tweet-like sentence",
-        sources=(_VADER,),
-        licence="MIT",
-        attribution=f"{_STUDY}.",
-        examples=_rated("tweets", "Tweet"),
-        max_per_class=1080,
     ),
 )
