@@ -144,25 +144,23 @@ def _references(axes: Axes, original: Row | None, base: Row | None) -> None:
     low, high = axes.get_ylim()
     top = max(high, _number(original) if original else high)
     room = top - low
-    axes.set_ylim(low - 0.75 * room, top + 0.14 * room)  # the legend lies below the curves
+    axes.set_ylim(low - 1.3 * room, top + 0.05 * room)  # the legend lies below the curves
     for row, name in ((original, "original"), (base, "base")):
         if row is None:
             continue
         look, value = style.ARMS[name], _number(row)
         if value > axes.get_ylim()[0]:
-            axes.axhline(value, color=look.colour, linestyle=look.line, linewidth=1.1, zorder=1)
-            axes.annotate(
-                f"{look.label}  {value:.1f}",
-                (0.01, value),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, 2),
-                textcoords="offset points",
-                va="bottom",
-                fontsize=6.5,
+            axes.axhline(
+                value,
+                color=look.colour,
+                linestyle=look.line,
+                linewidth=1.1,
+                zorder=1,
+                label=f"{look.label} ({value:.1f})",
             )
         else:
             axes.annotate(
-                f"↓ {look.label}  {value:.1f}, off the scale",
+                f"↓ {look.label} ({value:.1f}), off the scale",
                 (0.01, 0.02),
                 xycoords="axes fraction",
                 fontsize=6.5,
