@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from loraforge.digest import source_digest
 from loraforge.errors import InputError
@@ -88,12 +89,16 @@ class CachedAdapter:
         value = read_json(path)
         return BuildTiming(value["seconds"], value["workers"], value["stages"])
 
+    @cached_property
+    def _handle(self) -> Any:
+        """One mapping for all reads: opening parses a header of hundreds of tensors each time."""
+        return safe_open(str(self.path), framework="pt")
+
     def _read(self, key: str, rows: int | None) -> torch.Tensor:
         try:
-            with safe_open(str(self.path), framework="pt") as handle:
-                tensor: torch.Tensor = (
-                    handle.get_tensor(key) if rows is None else handle.get_slice(key)[:rows]
-                )
+            tensor: torch.Tensor = (
+                self._handle.get_tensor(key) if rows is None else self._handle.get_slice(key)[:rows]
+            )
         except (SafetensorError, OSError) as error:
             raise InputError(
                 f"cannot be read from the factor cache ({error})",
@@ -204,7 +209,9 @@ def _store(adapter: Adapter, path: Path, modules: Mapping[str, ModuleFactors]) -
         "tensors_sha256": _digest(tensors),
         "modules": {name: asdict(record) for name, record in records.items()},
     }
-    write_with(path, lambda temporary: save_file(tensors, temporary, {"loraforge": canonical_json(header)}))
+    # through Python's own write: safetensors reports a full disk as an error of its own kind
+    contents = save(tensors, {"loraforge": canonical_json(header)})
+    write_with(path, lambda temporary: temporary.write_bytes(contents))
     return CachedAdapter(adapter.name, path, records)
 
 

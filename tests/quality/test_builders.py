@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from loraforge.cli.tasks import app
 from loraforge.errors import InputError, IntegrityError, LoraForgeError, UsageError
 from loraforge.files import read_jsonl, sha256_file, sha256_text
-from loraforge.quality.builders import bible, docstrings, icd, morphology, phrases, spelling
+from loraforge.quality.builders import morphology, phrases
 from loraforge.quality.builders.common import (
     HELD_OUT,
     SPLITS,
@@ -360,12 +360,9 @@ def test_a_changed_source_names_the_file(tmp_path: Path) -> None:
 # --- registry, publishing, command line -----------------------------------------------------------------------
 
 
-def test_registry_has_no_name_twice_and_every_source_is_pinned() -> None:
-    specs = [
-        spec for module in (bible, docstrings, icd, morphology, phrases, spelling) for spec in module.SPECS
-    ]
-    assert sorted(spec.name for spec in specs) == sorted(TASKS)
-    assert set(sorted(TASKS)) <= set(TASKS)
+def test_the_registry_has_the_fleets_tasks_and_every_source_is_pinned() -> None:
+    recipes = sorted(path.parent.name for path in (ROOT / "config/fleets/smol").glob("*/recipe.yaml"))
+    assert sorted(TASKS) == recipes
     for spec in TASKS.values():
         for source in spec.sources:
             assert len(bytes.fromhex(source.sha256)) == 32, spec.name
@@ -418,7 +415,7 @@ def test_lm_eval_loads_published_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     tasks = pytest.importorskip("lm_eval.tasks")
     manager = tasks.TaskManager(include_path="config/tasks", include_defaults=False)
-    assert set(sorted(TASKS)) <= set(manager.all_tasks)
+    assert set(TASKS) == set(manager.all_tasks)
     loaded = manager.load(["us_to_uk", "emoji_de"])["tasks"]
     for name, metric, right in (("us_to_uk", "exact_match", 100.0), ("emoji_de", "chrf", 100.0)):
         found = loaded[name]
