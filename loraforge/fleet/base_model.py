@@ -111,6 +111,22 @@ def verify_base(folder: Path, spec: BaseModelSpec = SMOLLM2) -> None:
         )
 
 
+def check_locked(name: str, digest: str | None, lock: Path, spec: BaseModelSpec = SMOLLM2) -> None:
+    """Raise InputError where a lock's base model is another one, IntegrityError where its tensors are."""
+    if name != spec.name:
+        raise InputError(
+            f"base model is {name}, this command fetches {spec.name}",
+            path=lock,
+            remedy="fetch that model yourself",
+        )
+    if digest not in (None, spec.tensors_sha256):
+        raise IntegrityError(
+            f"locked tensor digest is {digest}, pinned is {spec.tensors_sha256}",
+            path=lock,
+            remedy="make the lock anew",
+        )
+
+
 def tensors_sha256(path: Path) -> str:
     """Hex SHA-256 over name, dtype, shape and little-endian bytes of all tensors of a file, by name.
 

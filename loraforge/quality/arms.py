@@ -46,7 +46,7 @@ class MergedModel:
             weight = self._weight(name, update)
             pristine = self._pristine.setdefault(name, weight.detach().clone())
             a, b = (factor.to(weight.device, torch.float32) for factor in (update.a, update.b))
-            weight.copy_(pristine.float().addmm_(b, a, alpha=update.scale))
+            weight.copy_(torch.addmm(pristine.float(), b, a, alpha=update.scale))
             self._merged.add(name)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,7 +134,8 @@ class Harness:
         try:
             if updates is not None:
                 self._merged.merge(updates)
-            with Timer() as timer:
+            # lm-eval draws a bar a stage whatever the terminal; ours counts arms
+            with Timer() as timer, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
                 found = evaluate(
                     self._lm,
                     task_dict={"tasks": {task: loaded}},
