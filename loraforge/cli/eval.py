@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,8 @@ def run(
     jobs: Annotated[int, typer.Option(min=1, help="adapters scored at once")] = 1,
 ) -> None:
     """Score adapters under every arm of the configuration; arms that are scored already are not run again."""
+    # OpenMP threads that spin at barriers make torch several times slower where cores are shared; read at import
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraforge.config import load_config
     from loraforge.files import write_jsonl
     from loraforge.fleet.lock import load_lock

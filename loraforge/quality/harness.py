@@ -100,6 +100,7 @@ class Harness:
         self._folder = tempfile.TemporaryDirectory(prefix="loraforge-eval-")
         _prepare_environment(Path(self._folder.name))
         try:
+            import datasets
             import lm_eval
             from lm_eval.models.huggingface import HFLM
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,6 +116,7 @@ class Harness:
             )
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()
+        datasets.disable_progress_bars()
         self.model_sha256 = tensors_sha256(base / "model.safetensors")
         self._tasks = tasks
         self._loaded: dict[str, Any] = {}
@@ -310,8 +312,8 @@ def _statistics(value: Any) -> list[float]:
 
 
 def _prepare_environment(folder: Path) -> None:
-    """Keep the libraries offline, quiet, and out of the user's home; they read this when imported."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TQDM_DISABLE"):
+    """Keep the libraries offline and out of the user's home; they read this when imported."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
     os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
