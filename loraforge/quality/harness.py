@@ -78,9 +78,16 @@ class Settings:
             budgets=tuple(config.budgets),
             limit=config.limit,
             batch_size=config.batch_size,
-            device=config.device,
+            device=resolve_device(config.device),
             method=method,
         )
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` is CUDA where there is a device, else the CPU; any other name stands for itself."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
