@@ -52,30 +52,30 @@ def bag(
     """Make a bag at OUT/TARGET/DATE-HOST and print its path."""
     from loraforge.config import load_config
     from loraforge.evidence.bag import date_of, make_bag, parse_run, read_machine
-    from loraforge.evidence.locks import read_lock
     from loraforge.evidence.machine import describe, packages
     from loraforge.files import sha256_file
+    from loraforge.fleet.lock import load_lock
     from loraforge.progress import say
 
-    lock = read_lock(fleet)
+    name = load_lock(fleet).name
     system, lines = read_machine(machine) if machine else (describe(), packages())
     if date is None:
         date = date_of(records)
         say(f"date of the run, from its records: {date}")
-    run = parse_run(target, lock.name, "any", date, protocol, engine)
-    run = parse_run(target, lock.name, host or system.host(run.protocol), date, protocol, engine)
+    run = parse_run(target, name, "any", date, protocol, engine)
+    run = parse_run(target, name, host or system.host(run.protocol), date, protocol, engine)
     stated: dict[str, str] = {}
     for item in inputs or []:
-        name, equals, file = item.partition("=")
-        if not (name and equals and file):
+        label, equals, file = item.partition("=")
+        if not (label and equals and file):
             raise UsageError(f"{item!r} is not NAME=FILE", key="--input")
-        stated[name] = sha256_file(Path(file))
+        stated[label] = sha256_file(Path(file))
     path = make_bag(
         out,
         run,
         records,
         config=load_config(config).model_dump(mode="json"),
-        lock=lock,
+        lock=fleet,
         system=system,
         extra_inputs=stated,
         package_lines=lines,

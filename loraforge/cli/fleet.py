@@ -26,7 +26,8 @@ def lock(
     ] = None,
 ) -> None:
     """Check and hash adapters; write their names, places, sizes and SHA-256."""
-    from loraforge.fleet.lock import make_lock, save_lock
+    from loraforge.fleet.lock import save_lock
+    from loraforge.fleet.locking import make_lock
     from loraforge.progress import say
 
     fleet = name or out.name.removesuffix(".json").removesuffix(".lock")
@@ -41,7 +42,7 @@ def verify(
     lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
 ) -> None:
     """Re-hash every file of a locked fleet; exit 4 where one is missing or has changed."""
-    from loraforge.fleet.lock import resolve_fleet
+    from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
     fleet = resolve_fleet(lock)

@@ -27,12 +27,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from loraforge.digest import source_files
 from loraforge.errors import InputError, IntegrityError, UsageError
-from loraforge.evidence.locks import Lock
 from loraforge.evidence.machine import Protocol, System, anonymise, packages
 from loraforge.evidence.tables import to_csv
 from loraforge.evidence.targets import Claim, Summary, Target, get_target
 from loraforge.figures import table_of
 from loraforge.files import atomic_folder, canonical_json, pretty_json, read_json, sha256_file
+from loraforge.fleet.lock import FleetLock, load_lock
 
 TAG_FILES = ("bagit.txt", "bag-info.txt", "manifest-sha256.txt", "tagmanifest-sha256.txt")
 PAYLOAD = (
@@ -186,7 +186,7 @@ def make_bag(
     records: Sequence[Path],
     *,
     config: Mapping[str, Any],
-    lock: Lock,
+    lock: Path,
     system: System,
     extra_inputs: Mapping[str, str] | None = None,
     package_lines: str | None = None,
@@ -198,7 +198,7 @@ def make_bag(
     Parameters
     ----------
     records: JSON Lines files, joined in this order.
-    lock: the fleet; hashes of those of its adapters that the records name become inputs, as do hashes that the
+    lock: the fleet's lock; hashes of those of its adapters that the records name become inputs, as do hashes that the
         records themselves state and ``extra_inputs`` (SHA-256 by name).
     package_lines: ``name==version`` lines; those of this interpreter by default.
     logs: text files, joined into log.txt with this machine's folders and names taken out.
@@ -246,6 +246,19 @@ def open_bag(path: Path) -> Bag:
     if not (path / "bagit.txt").is_file():
         raise InputError("not an evidence bag (no bagit.txt)", path=path)
     return Bag(path)
+
+
+def locked_inputs(lock: FleetLock) -> dict[str, dict[str, str]]:
+    """SHA-256 of every locked file by adapter and, within it, by the file's name among the inputs of a bag."""
+    return {
+        adapter.name: {input_name(adapter.name, file.name): file.sha256 for file in adapter.files}
+        for adapter in lock.adapters
+    }
+
+
+def input_name(adapter: str, file: str) -> str:
+    """What the file of an adapter is called among the inputs of a bag."""
+    return f"adapters/{adapter}/{file}"
 
 
 def find_bags(root: Path) -> list[Bag]:
@@ -319,11 +332,15 @@ def _read_all(target: Target[Any], paths: Sequence[Path]) -> list[Any]:
     return parsed
 
 
-def _inputs(target: Target[Any], records: Sequence[Any], lock: Lock) -> dict[str, str]:
+def _inputs(target: Target[Any], records: Sequence[Any], lock: Path) -> dict[str, str]:
+    locked = locked_inputs(load_lock(lock))
     names = target.adapters(records)
-    if unknown := sorted(set(names) - set(lock.adapters)):
-        raise InputError(f"adapter {unknown[0]!r} of the records is not in the fleet lock", path=lock.path)
-    return target.inputs(records) | lock.inputs(names)
+    if unknown := sorted(set(names) - locked.keys()):
+        raise InputError(f"adapter {unknown[0]!r} of the records is not in the fleet lock", path=lock)
+    stated = target.inputs(records) | {"fleet.lock.json": sha256_file(lock)}
+    for name in names or locked:  # records that name no adapter are of the whole fleet
+        stated |= locked[name]
+    return stated
 
 
 def _model(kind: type[System], value: Any, path: Path) -> System:

@@ -32,8 +32,8 @@ from loraforge.export.options import LAYOUTS, parse_dtype
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.pool import worker_pool
 from loraforge.files import atomic_folder, canonical_json, sha256_text, write_json
-from loraforge.fleet.peft_config import CONFIG_NAME
-from loraforge.fleet.peft_io import WEIGHTS_NAME, Adapter, FactorReader, LoraModule
+from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
+from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule
 from loraforge.progress import progress
 
 # Rounding two factors to a type of unit roundoff u perturbs their product by about u; four times that, or the

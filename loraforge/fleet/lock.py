@@ -1,7 +1,8 @@
 """Fleet locks: which adapters over which base model, by size and SHA-256.
 
-A lock names files relative to itself, so that a folder with its lock can be moved as a whole. Whatever reads a
-fleet through its lock has re-hashed every byte first.
+A lock names files relative to itself, so that a folder with its lock can be moved as a whole. Here a lock is read,
+written and re-hashed, without torch: the audit does all three. Locks are made in :mod:`loraforge.fleet.locking`, and
+adapters opened through one in :mod:`loraforge.fleet.source`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import read_json, sha256_file, write_json
-from loraforge.fleet.peft_config import CONFIG_NAME
-from loraforge.fleet.peft_io import WEIGHTS_NAME, Adapter, check_fleet, open_adapter, open_fleet
 from loraforge.progress import track
-
-# What decides an adapter and its history; other files beside them (a model card, say) may change freely.
-_REQUIRED = (CONFIG_NAME, WEIGHTS_NAME)
-_OPTIONAL = ("recipe.yaml", "training.json")
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(pattern=r"^[^/\\]+$")]
@@ -58,7 +52,7 @@ class LockedAdapter(_Strict):
     name: Name
     task: str | None = None
     source: PathSource
-    files: tuple[LockedFile, ...]
+    files: tuple[LockedFile, ...] = Field(min_length=1)
 
 
 class LockedBase(_Strict):
@@ -113,19 +107,6 @@ def save_lock(lock: FleetLock, path: Path) -> None:
     write_json(path, lock.model_dump(mode="json", by_alias=True))
 
 
-def make_lock(adapters: Sequence[Path], path: Path, *, name: str, base: Path | None = None) -> FleetLock:
-    """Open and hash adapter folders (or folders of them) for a lock that will be written to ``path``.
-
-    ``base`` is a folder with the base model's safetensors files, to be hashed too; without it the base model
-    is described by name, and by its pins where this package ships them. Raises InputError for whatever
-    :func:`open_fleet` refuses, and for a ``base`` without safetensors.
-    """
-    fleet = open_fleet(adapters)
-    described = _pinned_base(fleet[0].base_model) if base is None else _hashed_base(fleet[0].base_model, base)
-    locked = [_lock_adapter(adapter, path) for adapter in track(fleet, "hash", len(fleet))]
-    return FleetLock(name=name, base_model=described, adapters=tuple(locked))
-
-
 def verify(path: Path) -> FleetLock:
     """Re-hash every file that the lock at ``path`` names.
 
@@ -138,15 +119,6 @@ def verify(path: Path) -> FleetLock:
         for file in adapter.files:
             _verify_file(folder / file.name, file, path)
     return lock
-
-
-def resolve_fleet(path: Path) -> list[Adapter]:
-    """Verify the lock at ``path`` and open its adapters, in its order."""
-    lock = verify(path)
-    fleet = [open_adapter(lock.folder(adapter, path), name=adapter.name) for adapter in lock.adapters]
-    check_fleet(fleet)
-    _same_base(fleet[0], lock.base_model)
-    return fleet
 
 
 def fleet_name(paths: Sequence[Path]) -> str:
@@ -172,65 +144,3 @@ def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:
         )
     if found != file.sha256:
         raise IntegrityError(f"SHA-256 is {found}, locked is {file.sha256}", path=path, remedy=remedy)
-
-
-def _lock_adapter(adapter: Adapter, lock: Path) -> LockedAdapter:
-    present = [name for name in _OPTIONAL if (adapter.path / name).is_file()]
-    files = [
-        LockedFile(name=name, bytes=path.stat().st_size, sha256=sha256_file(path))
-        for name, path in ((name, adapter.path / name) for name in (*_REQUIRED, *present))
-    ]
-    relative = os.path.relpath(adapter.path.resolve(), Path(lock).resolve().parent)
-    return LockedAdapter(
-        name=adapter.name,
-        task=_task(adapter.path / "recipe.yaml"),
-        source=PathSource(path=Path(relative).as_posix()),
-        files=tuple(files),
-    )
-
-
-def _task(recipe: Path) -> str | None:
-    if not recipe.is_file():
-        return None
-    try:
-        value: Any = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"not valid YAML ({str(error).splitlines()[0]})", path=recipe) from error
-    task = value.get("task") if isinstance(value, dict) else None
-    return None if task is None else str(task)
-
-
-def _pinned_base(name: str) -> LockedBase:
-    from loraforge.fleet.base_model import SMOLLM2
-
-    if name != SMOLLM2.name:
-        return LockedBase(name=name)
-    return LockedBase(
-        name=name,
-        source=SMOLLM2.source,
-        files={Path(SMOLLM2.member).name: SMOLLM2.gguf_sha256},
-        tensors_sha256=SMOLLM2.tensors_sha256,
-    )
-
-
-def _hashed_base(name: str, folder: Path) -> LockedBase:
-    from loraforge.fleet.base_model import tensors_sha256
-
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise InputError("holds no safetensors file", path=folder, remedy="name the folder of the base model")
-    return LockedBase(
-        name=name,
-        files={path.name: sha256_file(path) for path in weights},
-        tensors_sha256=tensors_sha256(weights[0]) if len(weights) == 1 else None,
-    )
-
-
-def _same_base(adapter: Adapter, base: LockedBase) -> None:
-    if adapter.base_model != base.name:
-        raise InputError(
-            f"base model is {adapter.base_model!r}, but the lock has {base.name!r}",
-            path=adapter.path / CONFIG_NAME,
-            key="base_model_name_or_path",
-            remedy="lock adapters together with the base model that they were trained on",
-        )

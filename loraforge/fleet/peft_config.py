@@ -17,6 +17,7 @@ from loraforge.errors import InputError
 from loraforge.files import read_json
 
 CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
 
 # Options under which the update is not s B A, so that a truncated B A is not a truncated update.
 _REFUSED_FLAGS = {

@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from loraforge.errors import InputError
 from loraforge.files import sha256_file
-from loraforge.fleet.peft_config import CONFIG_NAME, PeftConfig, read_config
+from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftConfig, read_config
 
-WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraforge.errors import UsageError
-from loraforge.fleet.lock import resolve_fleet
-from loraforge.fleet.peft_io import Adapter, open_fleet
+from loraforge.errors import InputError, UsageError
+from loraforge.fleet.lock import LockedBase, verify
+from loraforge.fleet.peft_config import CONFIG_NAME
+from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
 
 
 def open_source(paths: Sequence[Path]) -> list[Adapter]:
@@ -24,3 +25,22 @@ def open_source(paths: Sequence[Path]) -> list[Adapter]:
             "a fleet lock stands alone", path=locks[0], remedy="name one lock, or adapter folders only"
         )
     return resolve_fleet(Path(locks[0]))
+
+
+def resolve_fleet(path: Path) -> list[Adapter]:
+    """Verify the lock at ``path`` and open its adapters, in its order."""
+    lock = verify(path)
+    fleet = [open_adapter(lock.folder(adapter, path), name=adapter.name) for adapter in lock.adapters]
+    check_fleet(fleet)
+    _same_base(fleet[0], lock.base_model)
+    return fleet
+
+
+def _same_base(adapter: Adapter, base: LockedBase) -> None:
+    if adapter.base_model != base.name:
+        raise InputError(
+            f"base model is {adapter.base_model!r}, but the lock has {base.name!r}",
+            path=adapter.path / CONFIG_NAME,
+            key="base_model_name_or_path",
+            remedy="lock adapters together with the base model that they were trained on",
+        )

@@ -20,7 +20,8 @@ from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.export.manifest import Manifest, load_adapter_manifest, load_manifest
 from loraforge.export.options import parse_dtype, parse_layouts, parse_policy
 from loraforge.files import sha256_file
-from loraforge.fleet.lock import make_lock, save_lock
+from loraforge.fleet.lock import save_lock
+from loraforge.fleet.locking import make_lock
 
 MakeAdapter = Callable[..., Path]
 

@@ -238,7 +238,11 @@ def test_garbage_that_the_manifests_vouch_for(
     assert any(str(study.bag("spectra")) in line for line in failed(study))
 
 
-@pytest.mark.parametrize("garbage", [b"{", b"\xff", b"[]", b'{"schema": "loraforge.figure/1"}', b"null"])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"{", b"\xff", b"[]", b'{"schema": "loraforge.figure/1"}', b"null", b"[" * 100_000, b"1" * 5000],
+    ids=["cut", "binary", "list", "schema", "null", "deep", "long"],
+)
 def test_garbage_in_provenance_and_lock(study: Study, garbage: bytes) -> None:
     (study.figures / "spectra.json").write_bytes(garbage)
     study.lock.write_bytes(garbage)
@@ -258,6 +262,13 @@ def test_empty_root_is_no_evidence(tmp_path: Path) -> None:
     result = invoke("audit", tmp_path)
     assert result.exit_code == 1
     assert "holds no evidence bag" in result.output
+
+
+@pytest.mark.parametrize("module", ["loraforge.fleet.lock", "loraforge.evidence.audit"])
+def test_import_of_what_the_audit_needs_brings_no_torch(module: str) -> None:
+    program = f"import sys, {module}; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
 def test_audit_and_figures_never_import_torch(pristine: Path) -> None:

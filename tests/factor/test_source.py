@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loraforge.errors import IntegrityError, UsageError
-from loraforge.fleet.lock import make_lock, save_lock
+from loraforge.fleet.lock import save_lock
+from loraforge.fleet.locking import make_lock
 from loraforge.fleet.source import open_source
 
 

@@ -13,7 +13,9 @@ from loraforge.cli import main
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import sha256_file
 from loraforge.fleet.base_model import SMOLLM2
-from loraforge.fleet.lock import fleet_name, load_lock, make_lock, resolve_fleet, save_lock, verify
+from loraforge.fleet.lock import fleet_name, load_lock, save_lock, verify
+from loraforge.fleet.locking import make_lock
+from loraforge.fleet.source import resolve_fleet
 
 
 @pytest.fixture
@@ -126,6 +128,16 @@ def test_absolute_source_and_repeated_name(lock: Path) -> None:
     value["adapters"][0] = value["adapters"][1]
     lock.write_text(json.dumps(value))
     with pytest.raises(InputError, match="two adapters have the same name"):
+        load_lock(lock)
+
+
+def test_adapter_without_files(lock: Path) -> None:
+    value = json.loads(lock.read_text())
+    value["adapters"][1]["files"] = []
+    lock.write_text(json.dumps(value))
+    with pytest.raises(
+        InputError, match=r"adapters\.1\.files: not a fleet lock \(Tuple should have at least 1"
+    ):
         load_lock(lock)
 
 

@@ -13,7 +13,8 @@ from tiny_model import tiny_model, tiny_tokenizer, write_base
 from loraforge.allocate.allocation import AllocationFile, save_allocation
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.factor.cache import factorise_fleet
-from loraforge.fleet.lock import make_lock, save_lock
+from loraforge.fleet.lock import save_lock
+from loraforge.fleet.locking import make_lock
 from loraforge.fleet.peft_io import open_adapter
 from loraforge.quality.arms import MergedModel, Update, arms_of, original_updates, truncated_updates
 from loraforge.quality.harness import Settings, evaluate_fleet

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from loraforge.errors import LoraForgeError
-from loraforge.evidence.bag import Bag
+from loraforge.evidence.bag import Bag, input_name, locked_inputs
 from loraforge.evidence.checks.base import Check, Failure, Scope, guarded
-from loraforge.evidence.locks import WEIGHTS, Lock, LockedFile, read_lock
 from loraforge.files import sha256_file
+from loraforge.fleet.lock import FleetLock, LockedFile, load_lock
+from loraforge.fleet.peft_config import WEIGHTS_NAME
 
 
 class FleetCheck(Check):
@@ -22,8 +23,8 @@ class FleetCheck(Check):
         if scope.lock is None:
             return 0
         try:
-            return len(read_lock(scope.lock).files) or 1
-        except LoraForgeError:  # the run says what is wrong with the lock
+            return sum(len(adapter.files) for adapter in load_lock(scope.lock).adapters)
+        except (LoraForgeError, ValueError, RecursionError):  # the run says what is wrong with the lock
             return 1
 
     def run(self, scope: Scope) -> Iterator[Failure]:
@@ -31,31 +32,34 @@ class FleetCheck(Check):
             yield from guarded(scope.lock, lambda: self._look(scope, scope.lock))  # type: ignore[arg-type]
 
     def _look(self, scope: Scope, path: Path) -> Iterator[Failure]:
-        lock = read_lock(path)
-        if not lock.files:
-            yield Failure(path, "locks no file")
-        for file in lock.files:
-            yield from guarded(file.path, lambda file=file: _file(file, path))  # type: ignore[misc]
+        lock = load_lock(path)
+        for adapter in lock.adapters:
+            for file in adapter.files:
+                place = lock.folder(adapter, path) / file.name
+                yield from guarded(
+                    place,
+                    lambda place=place, file=file, name=adapter.name: _file(place, file, name, path),  # type: ignore[misc]
+                )
         for bag in scope.bags:
             yield from guarded(bag.path, lambda bag=bag: _bag(bag, lock, path))  # type: ignore[misc]
 
 
-def _file(file: LockedFile, lock: Path) -> Iterator[Failure]:
-    if not file.path.is_file():
-        yield Failure(file.path, f"adapter {file.adapter}: file locked in {lock.name} is missing")
+def _file(path: Path, file: LockedFile, adapter: str, lock: Path) -> Iterator[Failure]:
+    if not path.is_file():
+        yield Failure(path, f"adapter {adapter}: file locked in {lock.name} is missing")
         return
-    digest = sha256_file(file.path)
+    digest = sha256_file(path)
     if digest != file.sha256:
         yield Failure(
-            file.path,
-            f"adapter {file.adapter}: SHA-256 is {digest[:12]}…, {lock.name} says {file.sha256[:12]}…",
+            path,
+            f"adapter {adapter}: SHA-256 is {digest[:12]}…, {lock.name} says {file.sha256[:12]}…",
         )
 
 
-def _bag(bag: Bag, lock: Lock, path: Path) -> Iterator[Failure]:
+def _bag(bag: Bag, lock: FleetLock, path: Path) -> Iterator[Failure]:
     if bag.run.fleet != lock.name:
         return
-    locked = {file.key: file.sha256 for file in lock.files}
+    locked = {name: digest for files in locked_inputs(lock).values() for name, digest in files.items()}
     inputs = bag.data / "inputs.json"
     stated = {name: digest for name, digest in bag.inputs.items() if name.startswith("adapters/")}
     if not stated:
@@ -66,10 +70,10 @@ def _bag(bag: Bag, lock: Lock, path: Path) -> Iterator[Failure]:
         elif locked[name] != digest:
             yield Failure(inputs, f"{name}: SHA-256 is {digest[:12]}…, {path.name} says {locked[name][:12]}…")
     for adapter in bag.target.adapters(bag.records):
-        if f"adapters/{adapter}/{WEIGHTS}" not in stated:
+        if input_name(adapter, WEIGHTS_NAME) not in stated:
             yield Failure(inputs, f"adapter {adapter} of the records is not among the inputs")
     for adapter, digest in bag.target.original_hashes(bag.records).items():
-        if locked.get(f"adapters/{adapter}/{WEIGHTS}", digest) != digest:
+        if locked.get(input_name(adapter, WEIGHTS_NAME), digest) != digest:
             yield Failure(
                 bag.data / "records.jsonl",
                 f"adapter {adapter}: was scored with other weights than those of {path.name}",
