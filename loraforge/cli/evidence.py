@@ -105,7 +105,7 @@ def promote(
 ) -> None:
     """Copy a valid bag to the committed evidence and rewrite its index."""
     from loraforge.evidence.bag import open_bag
-    from loraforge.evidence.index import promote as copy
+    from loraforge.evidence.promote import promote as copy
 
     typer.echo(copy(open_bag(bag), to, force=force))
 

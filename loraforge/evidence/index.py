@@ -6,12 +6,10 @@ comment ``# current <target> <host> <bag>`` says which bag of a target and host 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from loraforge.errors import IntegrityError
 from loraforge.evidence.bag import Bag, find_bags, split_name
-from loraforge.files import atomic_folder, sha256_file, write_text
+from loraforge.files import sha256_file, write_text
 
 INDEX = "INDEX.sha256"
 _HEADER = "# LoRAForge evidence, version 1; check with: sha256sum -c INDEX.sha256\n"
@@ -86,23 +84,3 @@ def problems(root: Path) -> list[tuple[Path, str]]:
             says, should = current.get(key, "nothing"), newest.get(key, "nothing")
             found.append((path, f"current bag of {key[0]} on {key[1]} is {says}, the newest is {should}"))
     return found
-
-
-def promote(bag: Bag, root: Path, *, force: bool = False) -> Path:
-    """Copy a bag that the audit finds valid to ``root`` and rewrite its index.
-
-    A bag that is there already with the same bytes is left alone. Raises IntegrityError that names the first claim
-    that failed, OutputError where another bag of that name is there, unless ``force``.
-    """
-    from loraforge.evidence.audit import audit_bag
-
-    failures = audit_bag(bag)
-    if failures:
-        raise IntegrityError(failures[0].claim, path=failures[0].path, remedy="make the bag again")
-    destination = Path(root) / bag.run.name
-    there = destination / "tagmanifest-sha256.txt"
-    if not (there.is_file() and sha256_file(there) == bag.manifest_sha256):
-        with atomic_folder(destination, force=force) as folder:
-            shutil.copytree(bag.path, folder, dirs_exist_ok=True)
-    write_index(root)
-    return destination

@@ -18,7 +18,8 @@ from typer.testing import Result
 
 from loraforge.errors import IntegrityError, LoraForgeError, OutputError
 from loraforge.evidence.bag import PAYLOAD, Bag, open_bag
-from loraforge.evidence.index import promote, write_index
+from loraforge.evidence.index import write_index
+from loraforge.evidence.promote import promote
 from loraforge.evidence.targets import TARGETS
 
 
