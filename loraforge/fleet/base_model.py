@@ -7,15 +7,15 @@ not the published BF16 weights; two pins (the file, and the converted tensors) m
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loraforge.errors import InputError, IntegrityError, MissingDependencyError
+from loraforge.errors import InputError, IntegrityError
 from loraforge.files import atomic_folder, sha256_file
+from loraforge.fleet.offline import offline_imports
 from loraforge.progress import say
 from loraforge.quality.builders.sources import DEFAULT_CACHE, pypi
 
@@ -142,15 +142,10 @@ def tensors_sha256(path: Path) -> str:
 
 def convert_gguf(file: Path, out: Path, spec: BaseModelSpec = SMOLLM2) -> None:
     """De-quantise a GGUF file to FP32, round to BF16 and save model and tokenizer to the folder ``out``."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
-    try:
+    with offline_imports():
         import gguf  # noqa: F401  (transformers needs it)
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", remedy="pip install 'loraforge[quality]'"
-        ) from error
     with tempfile.TemporaryDirectory(prefix="loraforge-gguf-") as alone:
         # transformers wants a folder; one that holds this file alone keeps it from reading the neighbours
         (Path(alone) / file.name).symlink_to(file.resolve())

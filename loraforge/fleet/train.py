@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from loraforge.errors import InputError, LoraForgeError, MissingDependencyError, UsageError
+from loraforge.errors import InputError, LoraForgeError, UsageError
 from loraforge.files import atomic_folder, pretty_json, read_jsonl
 from loraforge.fleet.base_model import SMOLLM2
+from loraforge.fleet.offline import offline_imports
 from loraforge.fleet.recipe import Recipe, load_recipe
 from loraforge.fleet.validation import score
 from loraforge.progress import Timer, progress, say
@@ -118,15 +119,10 @@ def train_adapter(
     Raises InputError for missing or empty splits and a loss that is not finite, MissingDependencyError without
     transformers and peft.
     """
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
-    try:
+    with offline_imports():
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name} is not installed", remedy="pip install 'loraforge[quality]'"
-        ) from error
     logging.disable_progress_bar()
     spec = task_spec(recipe.task)
     train = _split(tasks, recipe.task, "train")
