@@ -62,6 +62,7 @@ class QualityConfig(_Strict):
     budgets: tuple[BudgetText, ...] = Field(("1/12", "1/4"), description="budgets of the compressed arms")
     limit: int | None = Field(None, ge=1, description="examples a task; null for all 200")
     batch_size: int = Field(64, ge=1, description="prompts a forward pass")
+    jobs: int = Field(1, ge=1, description="adapters scored at once; a GPU takes a dozen")
     device: str = Field("auto", description="torch device: auto (cuda where there is one), cpu, cuda, cuda:1")
 
 

@@ -39,7 +39,9 @@ def run(
     ),
     tasks: Annotated[Path, typer.Option(help="folder of the published tasks")] = Path("config/tasks"),
     device: Annotated[str | None, typer.Option(help="torch device instead of the configuration's")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="adapters scored at once")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="adapters scored at once instead of the configuration's")
+    ] = None,
 ) -> None:
     """Score adapters under every arm of the configuration; arms that are scored already are not run again."""
     # OpenMP threads that spin at barriers make torch several times slower where cores are shared; read at import
@@ -59,6 +61,6 @@ def run(
         quality, base=base, tasks=tasks, cache=cache, allocations=allocations, method=settled.factor.method
     )
     with Timer() as timer:
-        records = evaluate_fleet(settled.fleet, list(names), settings, jobs=jobs)
+        records = evaluate_fleet(settled.fleet, list(names), settings, jobs=jobs or quality.jobs)
     write_jsonl(out, records)
     say(f"{out}: {len(records)} records of {len(names)} adapters after {timer.s:.1f} s")

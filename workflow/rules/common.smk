@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -7,45 +9,92 @@ from loraforge.digest import source_digest
 from loraforge.fleet.lock import load_lock
 
 CONFIG = parse_config(config, "workflow configuration")
-LOCK = load_lock(CONFIG.fleet)
+SETTINGS = CONFIG.model_dump(mode="json")
+LOCK = str(CONFIG.fleet)
+FLEET = load_lock(CONFIG.fleet)
 RESULTS = f"results/{CONFIG.name}"
-CACHE = ".cache/loraforge"
-BASE = f"{CACHE}/base/{LOCK.base_model.name}"
-FLEET_FILES = [str(file) for file in LOCK.local_files(CONFIG.fleet)]
-ADAPTERS = [adapter.name for adapter in LOCK.adapters]
-LORAFORGE = f"{sys.executable} -m loraforge"
 
+BASE = f".cache/loraforge/base/{FLEET.base_model.name}"
+FLEET_FILES = [str(path) for path in FLEET.local_files(CONFIG.fleet)]
+INDEX = "evidence/INDEX.sha256"
+STUDIES = ["spectra", "allocation", "recompression", "quality"]
 
-def chosen(names):
-    """The adapters that a section of the configuration asks for."""
-    return ADAPTERS if names == "all" else list(names)
+# Jobs run the loraforge beside this snakemake, whether or not its environment is activated.
+shell.prefix(f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
 
 
 def section(*names):
-    """The part of the configuration that a stage depends on, as JSON: its parameters and what its bag records."""
-    whole = CONFIG.model_dump(mode="json")
-    return json.dumps({name: whole[name] for name in ("name", "fleet", "seed", *names)}, sort_keys=True)
+    """The part of the configuration that a job depends on, as its parameter, so that a change runs it again."""
+    return json.dumps({name: SETTINGS[name] for name in names}, sort_keys=True)
+
+
+def comma(names):
+    return names if names == "all" else ",".join(names)
 
 
 def file_name(budget):
     """A budget as part of a file name: 1/12 -> 1-12."""
-    return budget.replace("/", "-")
-
-
-def budget_text(name):
-    return name.replace("-", "/")
-
-
-wildcard_constraints:
-    adapter="|".join(ADAPTERS),
-    policy="uniform|spectral|spectral-nofloor",
-    budget=r"\d+(-\d+)?",
-    study="spectra|allocation|recompression|quality",
+    return re.sub("[/]", "-", budget)
 
 
 def closing_words():
-    figures = sorted(Path(f"{RESULTS}/figures").glob("*.svg"))
-    tables = sorted(Path(f"{RESULTS}/figures").glob("*.csv"))
-    fleets = sorted(path.parent for path in Path(f"{RESULTS}/fleet").glob("*/manifest.json"))
-    rows = [("figures", figures), ("tables", tables), ("compressed fleet", fleets)]
-    return "\n".join(f"{title + ':':<18}{path}" for title, paths in rows for path in paths)
+    """Where a person finds what the run made."""
+    found = {
+        "figures": sorted(Path(RESULTS, "figures").rglob("*.svg")),
+        "tables": sorted(Path(RESULTS, "figures").rglob("*.csv")),
+        "compressed fleet": sorted(
+            path.parent for path in Path(RESULTS, "fleet").glob("*/manifest.json")
+        ),
+    }
+    lines = [
+        f"{title}:\n" + "".join(f"    {path}\n" for path in paths)
+        for title, paths in found.items()
+        if paths
+    ]
+    return "".join(lines)
+
+
+def committed(study):
+    """Labels of the machines that have current committed evidence of a study, with their bags, from the index."""
+    found = re.findall(
+        rf"^# current {study} (\S+) (\S+)$", Path(INDEX).read_text(), re.MULTILINE
+    )
+    return {host: f"evidence/{study}/{bag}" for host, bag in found}
+
+
+def figure_files(study):
+    """All pictures of a study: of this run, and of every machine with committed evidence."""
+    hosts = [host for name, host in EVIDENCE if name == study]
+    return [
+        f"{RESULTS}/figures/{study}.svg",
+        *(f"{RESULTS}/figures/{host}/{study}.svg" for host in hosts),
+    ]
+
+
+def drawn_figures():
+    """Folders with figures, drawn by this run or shown in the documentation."""
+    folders = [
+        Path("docs/figures"),
+        Path(RESULTS, "figures"),
+        *sorted(Path(RESULTS, "figures").glob("*/")),
+    ]
+    return [folder for folder in folders if any(folder.glob("*.svg"))]
+
+
+def live_bags():
+    """Paths of the bags of this run."""
+    return [
+        path.read_text().strip()
+        for path in sorted(Path(RESULTS, "evidence").glob("*.bag"))
+    ]
+
+
+EVIDENCE = {
+    (study, host): bag for study in STUDIES for host, bag in committed(study).items()
+}
+
+
+wildcard_constraints:
+    policy="uniform|spectral|spectral-nofloor",
+    budget=r"\d+(-\d+)?",
+    study="|".join(STUDIES),

