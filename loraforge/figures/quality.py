@@ -126,7 +126,7 @@ def _macro(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
     axes.set_xticks(range(len(budgets)), budgets)
     axes.set_xlim(-0.4, len(budgets) - 0.6)
     _references(axes, original, base)
-    axes.set_xlabel("Budget (share of original parameters)")
+    axes.set_xlabel("Budget (share of nominal ranks)")
     axes.set_ylabel("Macro score (points)")
     axes.set_title("(a) Mean over adapters")
     axes.legend(
@@ -135,6 +135,10 @@ def _macro(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
         title="bars: 95 % paired bootstrap interval\nof the difference to original",
         title_fontsize=6,
         alignment="left",
+        frameon=True,  # white, so that grid lines do not strike through the text
+        facecolor="white",
+        edgecolor="none",
+        framealpha=1.0,
     )
     style.grid(axes, "y")
 
@@ -164,6 +168,7 @@ def _references(axes: Axes, original: Row | None, base: Row | None) -> None:
                 (0.01, 0.02),
                 xycoords="axes fraction",
                 fontsize=6.5,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
             )
 
 
@@ -203,7 +208,7 @@ def _worst(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
     axes.set_xticks(range(len(budgets)), budgets)
     axes.set_xlim(-0.5, len(budgets) - 0.5)
     axes.set_ylim(0, max(6.0, most * 1.42))
-    axes.set_xlabel("Budget (share of original parameters)")
+    axes.set_xlabel("Budget (share of nominal ranks)")
     axes.set_ylabel("Worst loss of one adapter (points)")
     axes.set_title("(b) Worst regression")
     axes.text(

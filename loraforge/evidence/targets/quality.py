@@ -55,7 +55,16 @@ class Score(Record):
 
 
 class QualityTarget(Target[Score]):
-    """``quality``: one Score for each adapter under each arm and budget."""
+    """``quality``: one Score for each adapter under each arm and budget.
+
+    Keys of the summary are ``quality.ARM.BUDGET.NAME``, in points (0 to 100), where NAME is
+
+    - ``macro``: mean over adapters of their native scores
+    - ``delta``: macro less that of the original adapters, and ``ci_low``, ``ci_high``: the 95 % paired bootstrap
+      interval of this difference, not of ``macro``
+    - ``worst_regression``: the largest loss of one adapter against original, 0 where none loses
+    - ``over5``: how many adapters lose more than 5 points
+    """
 
     name: ClassVar = "quality"
     figures: ClassVar = ("quality",)
