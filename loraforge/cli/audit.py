@@ -14,17 +14,28 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def audit(
     path: Annotated[Path, typer.Argument(help="root of bags with its index, or one bag")] = Path("evidence"),
     fleet: Annotated[
-        Path | None, typer.Option(help="fleet lock whose adapters are re-hashed", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            help="fleet lock whose adapters are re-hashed; may be repeated; with the default PATH, all of "
+            "config/fleets unless given",
+            show_default=False,
+        ),
     ] = None,
     figures: Annotated[
-        list[Path] | None, typer.Option(help="folder of drawn figures; may be repeated", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            help="folder of drawn figures; may be repeated; with the default PATH, docs/figures unless given",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Exit 0 only if every byte and every claim holds; else name each file and the claim that failed."""
-    from loraforge.evidence.audit import audit as examine
-    from loraforge.evidence.audit import scope_of
+    from loraforge.evidence import audit as examine
 
-    failures = examine(scope_of(path, lock=fleet, figures=figures or []), typer.echo)
+    committed = path == examine.EVIDENCE
+    locks = fleet or (examine.fleet_locks(path) if committed else [])
+    folders = figures or (examine.figure_folders(path) if committed else [])
+    failures = examine.audit(examine.scope_of(path, locks=locks, figures=folders), typer.echo)
     for failure in failures:
         typer.echo(f"FAILED {failure.path}: {failure.claim}")
     if failures:

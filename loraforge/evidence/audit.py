@@ -9,8 +9,10 @@ from loraforge.errors import InputError
 from loraforge.evidence.bag import Bag, find_bags
 from loraforge.evidence.checks import BAG_CHECKS, CHECKS, Failure, Scope
 
+EVIDENCE = Path("evidence")  # the committed evidence, from the root of the repository
 
-def scope_of(path: Path, *, lock: Path | None = None, figures: Sequence[Path] = ()) -> Scope:
+
+def scope_of(path: Path, *, locks: Sequence[Path] = (), figures: Sequence[Path] = ()) -> Scope:
     """What to audit: a lone bag where ``path`` is one, else a root of bags with an index.
 
     Raises InputError where a path does not exist.
@@ -18,11 +20,23 @@ def scope_of(path: Path, *, lock: Path | None = None, figures: Sequence[Path] = 
     for folder in (path, *figures):
         if not Path(folder).is_dir():
             raise InputError("folder not found", path=folder)
-    if lock is not None and not Path(lock).is_file():
-        raise InputError("fleet lock not found", path=lock)
+    for lock in locks:
+        if not Path(lock).is_file():
+            raise InputError("fleet lock not found", path=lock)
     if (path / "bagit.txt").is_file() or (path / "bag-info.txt").is_file():
-        return Scope(None, (Bag(path),), lock, tuple(figures))
-    return Scope(path, tuple(find_bags(path)), lock, tuple(figures))
+        return Scope(None, (Bag(path),), tuple(locks), tuple(figures))
+    return Scope(path, tuple(find_bags(path)), tuple(locks), tuple(figures))
+
+
+def fleet_locks(root: Path) -> list[Path]:
+    """Every fleet lock of the repository whose committed evidence is ``root``, sorted by name."""
+    return sorted(root.parent.glob("config/fleets/*.lock.json"))
+
+
+def figure_folders(root: Path) -> list[Path]:
+    """The drawn figures of the repository whose committed evidence is ``root``, where there are any."""
+    folder = root.parent / "docs" / "figures"
+    return [folder] if folder.is_dir() else []
 
 
 def audit(scope: Scope, say: Callable[[str], None]) -> list[Failure]:

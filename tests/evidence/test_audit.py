@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import synthetic
 from study import Study, invoke
 
 from loraforge.files import sha256_file
@@ -255,6 +256,58 @@ def test_one_bag_can_be_audited_where_it_lies(pristine: Path) -> None:
     result = invoke("audit", pristine / "live/spectra/20261129-cpu2")
     assert result.exit_code == 0, result.output
     assert not result.output.startswith("index")
+
+
+@pytest.fixture
+def repository(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    """The study where a repository keeps it, as working folder; the paths are as the audit prints them."""
+    monkeypatch.chdir(tmp_path)
+    for old, new in ((study.figures, "docs/figures"), (study.lock.parent, "config/fleets")):
+        Path(new).parent.mkdir()
+        old.rename(new)
+    for provenance in Path("docs/figures").glob("*.json"):  # which names its bag relative to itself
+        provenance.write_text(provenance.read_text().replace("../evidence/", "../../evidence/"))
+    return Study(Path("evidence"), Path("docs/figures"), Path("config/fleets/smol.lock.json"))
+
+
+def test_audit_without_options_is_of_everything(repository: Study) -> None:
+    result = invoke("audit")
+    assert result.exit_code == 0, result.output
+    checked = {line[:18].strip(): line.split()[-3] for line in result.output.splitlines()[:-1]}
+    assert (checked["fleet"], checked["drawn figures"], checked["bag integrity"]) == ("48", "4", "4")
+    other = repository.lock.with_name("other.lock.json")
+    other.write_text(repository.lock.read_text().replace('"name": "smol"', '"name": "other"'))
+    lines = invoke("audit").output.splitlines()
+    assert [line.split()[-3] for line in lines if line.startswith("fleet")] == ["96"]
+
+
+@pytest.mark.parametrize("path", [[], ["evidence"]], ids=["default", "spelt out"])
+def test_audit_without_options_finds_a_changed_adapter_and_picture(
+    repository: Study, path: list[str]
+) -> None:
+    weights = repository.lock.parent / "smol/etym/adapter_model.safetensors"
+    flip(weights, 3)
+    flip(repository.figures / "quality.png", 100)
+    result = invoke("audit", *path)
+    assert result.exit_code == 1
+    (first, second) = [line for line in result.output.splitlines() if line.startswith("FAILED ")]
+    assert first.startswith(f"FAILED {weights}: adapter etym: SHA-256 is ")
+    assert second.startswith(f"FAILED {repository.figures / 'quality.png'}: SHA-256 is ")
+
+
+def test_options_replace_what_the_audit_would_find(repository: Study, tmp_path: Path) -> None:
+    own = synthetic.write_fleet(tmp_path / "own")
+    weights = repository.lock.parent / "smol/etym/adapter_model.safetensors"
+    flip(weights, 3)
+    assert invoke("audit", "--fleet", own).exit_code == 0
+    assert invoke("audit", "--fleet", own, "--fleet", repository.lock).exit_code == 1
+
+
+def test_audit_of_another_root_takes_nothing_from_its_surroundings(repository: Study) -> None:
+    flip(repository.lock.parent / "smol/etym/adapter_model.safetensors", 3)
+    lines = invoke("audit", repository.evidence.resolve()).output.splitlines()
+    assert not [line for line in lines if line.startswith(("fleet", "drawn figures"))]
+    assert lines[-1] == "every byte and every claim holds"
 
 
 def test_empty_root_is_no_evidence(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is audited: a root with its index (or None for a lone bag), its bags, a fleet lock, figure folders."""
+    """What is audited: a root with its index (or None for a lone bag), its bags, fleet locks, figure folders."""
 
     root: Path | None
     bags: tuple[Bag, ...]
-    lock: Path | None = None
+    locks: tuple[Path, ...] = ()
     figures: tuple[Path, ...] = ()
 
 

@@ -20,28 +20,31 @@ class FleetCheck(Check):
     title: ClassVar = "fleet"
 
     def count(self, scope: Scope) -> int:
-        if scope.lock is None:
-            return 0
-        try:
-            return sum(len(adapter.files) for adapter in load_lock(scope.lock).adapters)
-        except (LoraForgeError, ValueError, RecursionError):  # the run says what is wrong with the lock
-            return 1
+        return sum(_files(lock) for lock in scope.locks)
 
     def run(self, scope: Scope) -> Iterator[Failure]:
-        if scope.lock is not None:
-            yield from guarded(scope.lock, lambda: self._look(scope, scope.lock))  # type: ignore[arg-type]
+        for lock in scope.locks:
+            yield from guarded(lock, lambda lock=lock: _look(scope, lock))  # type: ignore[misc]
 
-    def _look(self, scope: Scope, path: Path) -> Iterator[Failure]:
-        lock = load_lock(path)
-        for adapter in lock.adapters:
-            for file in adapter.files:
-                place = lock.folder(adapter, path) / file.name
-                yield from guarded(
-                    place,
-                    lambda place=place, file=file, name=adapter.name: _file(place, file, name, path),  # type: ignore[misc]
-                )
-        for bag in scope.bags:
-            yield from guarded(bag.path, lambda bag=bag: _bag(bag, lock, path))  # type: ignore[misc]
+
+def _files(lock: Path) -> int:
+    try:
+        return sum(len(adapter.files) for adapter in load_lock(lock).adapters)
+    except (LoraForgeError, ValueError, RecursionError):  # the run says what is wrong with the lock
+        return 1
+
+
+def _look(scope: Scope, path: Path) -> Iterator[Failure]:
+    lock = load_lock(path)
+    for adapter in lock.adapters:
+        for file in adapter.files:
+            place = lock.folder(adapter, path) / file.name
+            yield from guarded(
+                place,
+                lambda place=place, file=file, name=adapter.name: _file(place, file, name, path),  # type: ignore[misc]
+            )
+    for bag in scope.bags:
+        yield from guarded(bag.path, lambda bag=bag: _bag(bag, lock, path))  # type: ignore[misc]
 
 
 def _file(path: Path, file: LockedFile, adapter: str, lock: Path) -> Iterator[Failure]:
