@@ -21,6 +21,8 @@ rule allocate_ranks:
         method=CONFIG.factor.method,
         budget=lambda wildcards: wildcards.budget.replace("-", "/"),
         source=source_digest("allocate"),
+    message:
+        "Allocate ranks: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge allocate {params.lock} --policy {wildcards.policy} --budget {params.budget}"
         " --method {params.method} -o {output.ranks} --records {output.records}"

@@ -27,6 +27,8 @@ rule bag_evidence:
         source=source_digest(
             "evidence", "figures", "quality/scores.py", "quality/statistics.py"
         ),
+    message:
+        "Bag the evidence: {wildcards.study}"
     shell:
         "loraforge evidence bag {wildcards.study} {params.records} --config {input.config} --fleet {params.lock}"
         " --protocol cpu --out {params.root} --force > {output} 2> >(tee {log} >&2)"
@@ -40,6 +42,8 @@ rule promote_evidence:
         f"{RESULTS}/logs/promote_evidence.log",
     conda:
         "../../envs/core.yaml"
+    message:
+        "Promote the bags to the committed evidence"
     shell:
         "for bag in {input}; do loraforge evidence promote $(cat $bag) --to evidence; done 2>&1 | tee {log}"
 
@@ -56,6 +60,8 @@ rule audit:
     params:
         figures=lambda wildcards: [f"--figures {folder}" for folder in drawn_figures()],
         bags=lambda wildcards: live_bags(),
+    message:
+        "Audit evidence and figures"
     shell:
         "(loraforge audit evidence --fleet {input.lock} {params.figures}"
         " && for bag in {params.bags}; do loraforge audit $bag; done) 2>&1 | tee {log}"

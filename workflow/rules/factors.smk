@@ -13,6 +13,8 @@ rule cache_factors:
         lock=LOCK,
         method=CONFIG.factor.method,
         source=source_digest("factor", "fleet/peft_io.py", "fleet/peft_config.py"),
+    message:
+        "Factorise the fleet"
     shell:
         "loraforge factor {params.lock} --method {params.method}"
         " --records {output} 2>&1 | tee {log}"
@@ -36,6 +38,8 @@ rule bench_recompression:
         warmups=CONFIG.recompression.warmups,
         passes=CONFIG.recompression.passes,
         source=source_digest("factor"),
+    message:
+        "Time every factorisation method"
     shell:
         "loraforge bench recompression {params.lock} --adapters {params.adapters} --methods {params.methods}"
         " --warmups {params.warmups} --passes {params.passes} -o {output} 2>&1 | tee {log}"

@@ -11,6 +11,8 @@ rule plot_live:
     params:
         folder=subpath(output[0], parent=True),
         source=source_digest("figures"),
+    message:
+        "Draw {wildcards.study} from this run"
     shell:
         "loraforge figure {wildcards.study} --bag $(cat {input}) --out {params.folder} 2>&1 | tee {log}"
 
@@ -31,6 +33,8 @@ rule plot_committed:
         bag=lambda wildcards: EVIDENCE[wildcards.study, wildcards.host],
         folder=subpath(output[0], parent=True),
         source=source_digest("figures"),
+    message:
+        "Draw {wildcards.study} from the committed evidence of {wildcards.host}"
     shell:
         "loraforge figure {wildcards.study} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
 
@@ -48,6 +52,8 @@ rule document_figures:
     params:
         bag=subpath(input[0], parent=True),
         folder=subpath(output[0], parent=True),
+    message:
+        "Draw the figure of the README"
     shell:
         "loraforge figure quality --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
 

@@ -8,6 +8,8 @@ rule write_config:
         "../../envs/core.yaml"
     params:
         text=json.dumps(SETTINGS, sort_keys=True, indent=2),
+    message:
+        "Resolve the configuration"
     shell:
         "printf '%s\\n' {params.text:q} > {output} 2> {log}"
 
@@ -25,6 +27,8 @@ rule fetch_base:
         lock=LOCK,
         folder=subpath(output[0], parent=True),
         source=source_digest("fleet/base_model.py"),
+    message:
+        "Fetch and convert the base model (93 MB, once)"
     shell:
         "loraforge fleet base --lock {params.lock} --out {params.folder} --force 2>&1 | tee {log}"
 
@@ -40,6 +44,8 @@ rule verify_fleet:
         f"{RESULTS}/logs/verify_fleet.log",
     conda:
         "../../envs/core.yaml"
+    message:
+        "Verify the fleet against its lock"
     shell:
         "loraforge fleet verify {input.lock} 2>&1 | tee {log}"
 
@@ -61,6 +67,8 @@ rule export_fleet:
         layout="both" if len(CONFIG.export.layouts) == 2 else CONFIG.export.layouts[0],
         method=CONFIG.factor.method,
         source=source_digest("export"),
+    message:
+        "Export the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge export {input.allocation} {params.lock} --out {params.folder}"
         " --layout {params.layout} --method {params.method} --force 2>&1 | tee {log}"

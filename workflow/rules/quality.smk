@@ -29,6 +29,8 @@ rule evaluate_quality:
         source=source_digest(
             "quality/arms.py", "quality/harness.py", "quality/metrics.py"
         ),
+    message:
+        "Score adapters with lm-eval"
     shell:
         "loraforge eval run --config {input.config} --base {params.base}"
         " --allocations {params.results}/allocation -o {output} 2>&1 | tee {log}"

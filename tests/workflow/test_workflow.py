@@ -1,0 +1,212 @@
+"""The workflow, run for real at its smallest size in a copy of the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("snakemake")
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ".cache/loraforge/base/SmolLM2-135M-Instruct"
+COPIED = ("Snakefile", "workflow", "profiles", "loraforge", "config", "envs", "evidence", "docs")
+Run = subprocess.CompletedProcess[str]
+
+
+def _loraforge(root: Path, *arguments: str) -> Run:
+    return _call(root, "-m", "loraforge", *arguments)
+
+
+def _call(root: Path, *arguments: str) -> Run:
+    environment = {**os.environ, "PYTHONPATH": str(root)}  # the copy's package, not the installed one
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository that shares the base model; large files are linked, not copied."""
+    made = _loraforge(ROOT, "fleet", "base", "--out", BASE)
+    assert made.returncode == 0, made.stderr
+    root = tmp_path_factory.mktemp("workflow") / "repository"
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_symlink():
+            (root / name).symlink_to(source.readlink())
+        elif source.is_file():
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, root / name)
+        else:
+            shutil.copytree(
+                source, root / name, copy_function=_link, ignore=shutil.ignore_patterns("__pycache__")
+            )
+    (root / BASE).parent.mkdir(parents=True)
+    (root / BASE).symlink_to((ROOT / BASE).resolve())
+    return root
+
+
+def _link(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        os.symlink(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+@pytest.fixture(scope="module")
+def snakemake(copy: Path) -> Callable[..., Run]:
+    def run(*arguments: str) -> Run:
+        return _call(
+            copy, "-m", "snakemake", "--cores", "all", "--configfile", "config/tiny.yaml", *arguments
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
+    """Run the whole workflow once; its seconds."""
+    started = time.monotonic()
+    run = snakemake("--", "figures")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "Using workflow specific profile profiles/default" in run.stderr
+    for title in ("figures:", "tables:", "compressed fleet:"):
+        assert title in run.stdout + run.stderr
+    return time.monotonic() - started
+
+
+TARGETS = {"figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"}
+
+
+def jobs(run: Run) -> set[str]:
+    """Rules that a dry run would execute, by its table of jobs; targets left out."""
+    assert run.returncode == 0, run.stdout + run.stderr
+    return set(re.findall(r"^(\w+) +\d+$", run.stdout + run.stderr, re.MULTILINE)) - TARGETS
+
+
+def test_the_whole_workflow_runs_in_two_minutes(copy: Path, drawn: float) -> None:
+    assert drawn < 120
+    results = copy / "results/tiny"
+    for study in ("spectra", "allocation", "recompression", "quality"):
+        assert {path.suffix for path in results.glob(f"figures/{study}.*")} == {
+            ".csv",
+            ".svg",
+            ".png",
+            ".json",
+        }
+    assert (results / "fleet/uniform_1-4/manifest.json").is_file()
+    assert (results / "fleet/uniform_1-4/ragged/us_to_uk/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_second_run_has_nothing_to_do(snakemake: Callable[..., Run]) -> None:
+    run = snakemake("--", "figures")
+    assert run.returncode == 0
+    assert "Nothing to be done" in run.stdout + run.stderr
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_audit_passes(snakemake: Callable[..., Run]) -> None:
+    run = snakemake("--", "audit")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (run.stdout + run.stderr).count(
+        "every byte and every claim holds"
+    ) == 5  # committed, and four live bags
+
+
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.parametrize(
+    ("file", "runs", "spared"),
+    [
+        (
+            "allocate/uniform.py",
+            {"allocate_ranks", "export_fleet", "evaluate_quality", "bag_evidence", "plot_live"},
+            {"cache_factors", "bench_recompression", "verify_fleet", "plot_committed"},
+        ),
+        (
+            "figures/style.py",
+            {"bag_evidence", "plot_live"},
+            {"cache_factors", "allocate_ranks", "evaluate_quality", "bench_recompression", "export_fleet"},
+        ),
+        (
+            "quality/harness.py",
+            {"evaluate_quality", "bag_evidence", "plot_live"},
+            {"cache_factors", "allocate_ranks", "bench_recompression", "export_fleet"},
+        ),
+    ],
+)
+def test_an_edited_stage_runs_again_and_no_other(
+    copy: Path, snakemake: Callable[..., Run], file: str, runs: set[str], spared: set[str]
+) -> None:
+    path = copy / "loraforge" / file
+    before = path.read_text()
+    path.write_text(before + "\n# edited\n")
+    try:
+        found = jobs(snakemake("--dry-run", "--", "figures"))
+    finally:
+        path.write_text(before)
+    assert runs <= found
+    assert not spared & found
+
+
+@pytest.mark.usefixtures("drawn")
+def test_one_ablation_runs_alone(snakemake: Callable[..., Run]) -> None:
+    changed = ("--config", "recompression={passes: 3}", "--dry-run", "--")
+    assert jobs(snakemake(*changed, "recompression")) == {
+        "write_config",
+        "bench_recompression",
+        "bag_evidence",
+        "plot_live",
+    }
+    assert jobs(snakemake(*changed, "spectra")) <= {"write_config"}
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_lost_result_is_resumed_from_what_is_finished(copy: Path, snakemake: Callable[..., Run]) -> None:
+    records = copy / "results/tiny/quality.jsonl"
+    before = records.read_bytes()
+    records.unlink()
+    started = time.monotonic()
+    run = snakemake("--", "results/tiny/quality.jsonl")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert records.read_bytes() == before
+    assert time.monotonic() - started < 30  # no arm is scored twice
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_changed_adapter_stops_the_run(copy: Path, snakemake: Callable[..., Run]) -> None:
+    path = copy / "config/fleets/smol/us_to_uk/adapter_model.safetensors"
+    original = path.readlink()
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.unlink()
+    path.write_bytes(contents)
+    try:
+        run = snakemake("--", "figures")
+    finally:
+        path.unlink()
+        path.symlink_to(original)
+    assert run.returncode != 0
+    output = run.stdout + run.stderr
+    assert re.search(
+        r"error: \S*us_to_uk/adapter_model.safetensors: SHA-256 is [0-9a-f]{64}, locked is", output
+    )
+    assert "Traceback" not in output
+
+
+def test_a_bad_configuration_is_one_line(snakemake: Callable[..., Run], copy: Path) -> None:
+    run = snakemake("--config", "budgets=['7/2']", "--dry-run", "--", "figures")
+    assert run.returncode != 0
+    assert (
+        "budgets.0: Value error, 7/2 is not above 0 and at most 1; see config/README.md"
+        in run.stdout + run.stderr
+    )
