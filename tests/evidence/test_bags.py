@@ -68,9 +68,9 @@ def test_summary_keys_that_others_read(pristine: Path) -> None:
     )
     names = ("worst_regression", "over5", "ci_low", "ci_high")
     assert {f"quality.uniform.1/4.{name}" for name in names} <= keys("quality")
-    assert {
-        f"recompression.{name}_s" for name in ("florist", "spectral_transform", "fraq", "tsqr", "gram")
-    } <= keys("recompression")
+    assert {f"smol.{name}_s" for name in ("florist", "spectral_transform", "fraq", "tsqr", "gram")} <= keys(
+        "recompression"
+    )
 
 
 def test_inputs_are_the_files_of_the_adapters_that_the_records_name(pristine: Path) -> None:

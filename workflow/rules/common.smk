@@ -1,6 +1,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,6 +19,9 @@ BASE = f".cache/loraforge/base/{FLEET.base_model.name}"
 FLEET_FILES = [str(path) for path in FLEET.local_files(CONFIG.fleet)]
 INDEX = "evidence/INDEX.sha256"
 STUDIES = ["spectra", "allocation", "recompression", "quality"]
+
+# What is scored on a GPU is the reduced protocol (the paper's, on another fleet); the rest runs on the CPU.
+ON_GPU = CONFIG.quality.device != "cpu" and shutil.which("nvidia-smi") is not None
 
 # Jobs run the loraforge beside this snakemake, whether or not its environment is activated.
 shell.prefix(f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")

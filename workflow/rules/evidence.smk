@@ -22,6 +22,9 @@ rule bag_evidence:
         "../../envs/core.yaml"
     params:
         lock=LOCK,
+        protocol=lambda wildcards: (
+            "reduced" if ON_GPU and wildcards.study == "quality" else "cpu"
+        ),
         root=subpath(output[0], parent=True),
         records=lambda wildcards, input: [f"--records {file}" for file in input.records],
         source=source_digest(
@@ -31,7 +34,7 @@ rule bag_evidence:
         "Bag the evidence: {wildcards.study}"
     shell:
         "loraforge evidence bag {wildcards.study} {params.records} --config {input.config} --fleet {params.lock}"
-        " --protocol cpu --out {params.root} --force > {output} 2> >(tee {log} >&2)"
+        " --protocol {params.protocol} --out {params.root} --force > {output} 2> >(tee {log} >&2)"
 
 
 rule promote_evidence:

@@ -21,7 +21,7 @@ rule evaluate_quality:
         "../../envs/core.yaml"
     threads: workflow.cores
     resources:
-        gpu=0 if CONFIG.quality.device == "cpu" else 1,
+        gpu=int(ON_GPU),
     params:
         base=subpath(input.base, parent=True),
         results=subpath(input.config, parent=True),

@@ -71,7 +71,7 @@ class RecompressionTarget(Target[Pass | Check]):
             "max_spectrum_error": max(item.max_spectrum_error for item in checked.values()),
         }
         for method, items in passes(records).items():
-            key = f"recompression.{method}"
+            key = f"{fleet}.{method}"  # a fleet of another shape is another number
             summary[f"{key}_s"] = statistics.median(item.seconds for item in items)
             summary[f"{key}.passes"] = len(items)
             summary[f"{key}.max_action_error"] = checked[method].max_action_error
