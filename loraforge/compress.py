@@ -14,7 +14,7 @@ from loraforge.export.manifest import Manifest
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.writer import export_fleet
 from loraforge.factor.cache import factorise_fleet
-from loraforge.files import refuse_non_empty
+from loraforge.files import refuse_non_empty, refuse_to_replace
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.peft_io import Adapter
 from loraforge.fleet.source import open_source
@@ -48,9 +48,11 @@ def compress(
     """
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
+    refuse_to_replace(out, [*source, cache])
     seconds: dict[str, float] = {}
     with Timer() as timer:
         fleet = open_source(source)
+        refuse_to_replace(out, [adapter.path for adapter in fleet])
     seconds["verify"] = timer.s
     with Timer() as timer:
         cached = factorise_fleet(fleet, cache)

@@ -78,6 +78,8 @@ def output_error(error: OSError, path: Path) -> LoraForgeError:
         return OutputError("no space left on the device", path=path, remedy="free some space and run again")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return OutputError("not writable", path=path, remedy="choose another output")
+    if error.errno == errno.EBUSY:
+        return OutputError("is in use as a mount point", path=path, remedy="choose a folder inside it")
     return OutputError(f"cannot be written ({error.strerror or error})", path=path)
 
 
@@ -139,26 +141,38 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
     replaced only once the new one is complete. Nothing remains of a run that fails.
     """
     path = Path(path)
+    place = path.resolve()  # what a link points to is replaced, not the link
     temporary: Path | None = None
     try:
         refuse_non_empty(path, force=force)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
         os.chmod(temporary, 0o755)
         yield temporary
-        if path.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-            os.replace(path, retired / "old")
-            os.replace(temporary, path)
-            shutil.rmtree(retired)
-        else:
-            os.replace(temporary, path)
+        _put_in_place(temporary, place)
         temporary = None
     except OSError as error:
         raise output_error(error, path) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(new: Path, place: Path) -> None:
+    """Rename ``new`` to ``place``; what was there goes once that has worked, and comes back where it has not."""
+    if not place.exists():
+        os.replace(new, place)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".old", dir=place.parent))
+    try:
+        os.replace(place, retired / "old")
+        os.replace(new, place)
+    except BaseException:
+        if (retired / "old").exists() and not place.exists():
+            os.replace(retired / "old", place)
+        raise
+    finally:
+        shutil.rmtree(retired, ignore_errors=True)
 
 
 def refuse_non_empty(path: Path, *, force: bool) -> None:
@@ -168,3 +182,17 @@ def refuse_non_empty(path: Path, *, force: bool) -> None:
             raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
     elif path.exists():
         raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
+
+
+def refuse_to_replace(path: Path, kept: Iterable[Path]) -> None:
+    """Raise OutputError where a folder put at ``path`` would take the place of one of ``kept``.
+
+    ``--force`` replaces all that is in an output; nothing that a command reads, or caches for others, may lie
+    there, nor the folder that it runs in.
+    """
+    place = Path(path).resolve()
+    for other in (*kept, Path.cwd()):
+        if Path(other).resolve().is_relative_to(place):
+            raise OutputError(
+                f"would replace {other}, which is in use here", path=path, remedy="choose another output"
+            )

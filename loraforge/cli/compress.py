@@ -36,13 +36,14 @@ def compress(
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget
     from loraforge.export.options import parse_dtype, parse_layouts, parse_policy
-    from loraforge.files import refuse_non_empty
+    from loraforge.files import refuse_non_empty, refuse_to_replace
 
     # everything that the command line alone can get wrong, before torch is imported
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
     chosen, layouts = parse_policy(policy), parse_layouts(layout)
     parse_dtype(dtype)
     refuse_non_empty(out, force=force)
+    refuse_to_replace(out, [*source, cache])
 
     from loraforge.compress import compress as run
 

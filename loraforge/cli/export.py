@@ -32,12 +32,13 @@ def export(
     """Write PEFT folders and the retained-rank manifest; the factors must be in the cache."""
     from loraforge.allocate.allocation import load_allocation
     from loraforge.export.options import parse_dtype, parse_layouts, parse_method
-    from loraforge.files import refuse_non_empty
+    from loraforge.files import refuse_non_empty, refuse_to_replace
     from loraforge.progress import say
 
     chosen, layouts = parse_method(method), parse_layouts(layout)
     parse_dtype(dtype)
     refuse_non_empty(out, force=force)
+    refuse_to_replace(out, [allocation, *source, cache])
 
     from loraforge.export.writer import export_fleet
     from loraforge.factor.cache import open_cached

@@ -31,7 +31,7 @@ from loraforge.export.manifest import (
 from loraforge.export.options import LAYOUTS, parse_dtype
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.pool import worker_pool
-from loraforge.files import atomic_folder, canonical_json, sha256_text, write_json
+from loraforge.files import atomic_folder, canonical_json, refuse_to_replace, sha256_text, write_json
 from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule
 from loraforge.progress import progress
@@ -181,10 +181,12 @@ def export_fleet(
     force: replace a non-empty ``out``, once the new one is complete.
 
     Raises InputError where allocation and fleet differ or ``dtype`` cannot hold a factor, UsageError for an
-    unknown ``dtype``, OutputError for an output that exists, is read-only or does not fit on the disk.
+    unknown ``dtype``, OutputError for an output that exists, holds an original, is read-only or does not fit on
+    the disk.
     """
     target = None if parse_dtype(dtype) == "source" else getattr(torch, dtype)
     _require_same_modules(fleet, allocation)
+    refuse_to_replace(out, [adapter.path for adapter in fleet])
     entries: dict[str, AdapterEntry] = {}
     with atomic_folder(out, force=force) as temporary:
         with progress("export", len(fleet)) as ticker:

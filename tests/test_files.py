@@ -1,0 +1,66 @@
+"""Folders appear whole, and replace nothing that is still needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loraforge import files
+from loraforge.errors import OutputError
+from loraforge.files import atomic_folder, refuse_to_replace
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """An output of an earlier run."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "old").touch()
+    return folder
+
+
+def test_a_link_to_a_folder_stays_a_link(old: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(old)
+    with atomic_folder(link, force=True) as temporary:
+        (temporary / "new").touch()
+    assert link.readlink() == old
+    assert names(old) == ["new"]
+    assert names(tmp_path) == ["link", "out"]
+
+
+def test_the_old_folder_comes_back_where_the_new_one_cannot_take_its_place(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = iter([None, OSError("second rename"), None])
+    rename = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if error := next(moves):
+            raise error
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with pytest.raises(OutputError, match="second rename"), atomic_folder(old, force=True) as temporary:
+        (temporary / "new").touch()
+    assert names(old) == ["old"]
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("kept", ["out", "out/cache", "out/deep/adapter"])
+def test_what_is_in_use_is_not_replaced(tmp_path: Path, kept: str) -> None:
+    with pytest.raises(OutputError, match=r"would replace .*, which is in use here"):
+        refuse_to_replace(tmp_path / "out", [tmp_path / "elsewhere", tmp_path / kept])
+
+
+def test_neither_is_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="in use"):
+        refuse_to_replace(Path("."), [])
+    refuse_to_replace(Path("out"), [tmp_path / "out2"])
