@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,15 @@ _REFUSED_FLAGS = {
 }
 # Initialisations that change the base weights unless PEFT converted the adapter when it saved it.
 _BASE_CHANGING_INIT = ("pissa", "olora", "corda", "lora_ga")
+# Options read here that have one of few JSON forms (or null): what they are called, and whether one element is enough.
+_FORMS: dict[str, tuple[str, type, bool]] = {
+    "target_modules": ("a string or a list of strings", str, True),
+    "exclude_modules": ("a string or a list of strings", str, True),
+    "layers_pattern": ("a string or a list of strings", str, True),
+    "layers_to_transform": ("an integer or a list of integers", int, True),
+    "modules_to_save": ("a list of strings", str, False),
+}
+_LARGEST = sys.float_info.max  # JSON integers have no bound
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 
 
@@ -60,7 +70,7 @@ class PeftConfig:
     def scale(self, module: str) -> float:
         """Factor s in ``dW = s B A``: alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)."""
         alpha = self._patterned("alpha_pattern", module, self.raw.get("lora_alpha", 8))
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST:
             raise InputError(f"must be a number, not {alpha!r}", path=self.path, key="lora_alpha")
         rank = self.rank(module)
         return float(alpha) / (math.sqrt(rank) if self.raw.get("use_rslora") else rank)
@@ -155,10 +165,21 @@ def read_config(folder: Path) -> PeftConfig:
             key="init_lora_weights",
             remedy="save it with PEFT's path_initial_model_for_weight_conversion, which makes it plain LoRA",
         )
+    if not isinstance(raw.get("base_model_name_or_path", ""), str | None):
+        raise InputError("must be a string", path=path, key="base_model_name_or_path")
+    for option, (form, element, alone) in _FORMS.items():
+        value = raw.get(option)
+        elements = [value] if alone and isinstance(value, element) else value
+        if elements is not None and not _all_of(elements, element):
+            raise InputError(f"must be {form}, not {value!r}", path=path, key=option)
     for option in ("rank_pattern", "alpha_pattern"):
         if not isinstance(raw.get(option) or {}, dict):
             raise InputError("not a JSON object", path=path, key=option)
     return PeftConfig(path, raw)
+
+
+def _all_of(elements: Any, kind: type) -> bool:
+    return isinstance(elements, list) and all(isinstance(element, kind) for element in elements)
 
 
 def _positive_int(value: Any, path: Path, key: str) -> int:

@@ -272,3 +272,21 @@ def test_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused(lambda: open_fleet([tmp_path / "file"]), f"{tmp_path / 'file'}: is not a folder; {remedy}")
     refused(lambda: open_fleet([]), "the fleet is empty; name at least one PEFT adapter folder")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("base_model_name_or_path", 5, "must be a string"),
+        ("target_modules", 5, "must be a string or a list of strings, not 5"),
+        ("target_modules", [1], "must be a string or a list of strings, not [1]"),
+        ("exclude_modules", 3, "must be a string or a list of strings, not 3"),
+        ("layers_pattern", 4, "must be a string or a list of strings, not 4"),
+        ("layers_to_transform", [[1]], "must be an integer or a list of integers, not [[1]]"),
+        ("modules_to_save", "lm_head", "must be a list of strings, not 'lm_head'"),
+        ("lora_alpha", 10**400, f"must be a number, not {10**400}"),
+    ],
+)
+def test_options_of_another_type(adapter: Path, key: str, value: object, problem: str) -> None:
+    edit_config(adapter, **{key: value})
+    refused(lambda: open_adapter(adapter), f"{adapter / 'adapter_config.json'}: {key}: {problem}")
