@@ -55,6 +55,11 @@ def read_json(path: Path) -> Any:
         raise InputError(f"cannot be read ({error})", path=path) from error
     except json.JSONDecodeError as error:
         raise InputError(f"not valid JSON at line {error.lineno}: {error.msg}", path=path) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of thousands of digits, nesting of thousands of levels
+        raise InputError(f"not JSON that can be read ({error})", path=path) from error
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -70,6 +75,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"not valid JSON at line {number}: {error.msg}", path=path) from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not JSON that can be read, line {number} ({error})", path=path) from error
 
 
 def output_error(error: OSError, path: Path) -> LoraForgeError:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loraforge import files
-from loraforge.errors import OutputError
-from loraforge.files import atomic_folder, refuse_to_replace
+from loraforge.errors import InputError, OutputError
+from loraforge.files import atomic_folder, read_json, read_jsonl, refuse_to_replace
 
 
 def names(folder: Path) -> list[str]:
@@ -64,3 +64,12 @@ def test_neither_is_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OutputError, match="in use"):
         refuse_to_replace(Path("."), [])
     refuse_to_replace(Path("out"), [tmp_path / "out2"])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"r": 1' + "0" * 5000 + "}"], ids=["deep", "long"])
+def test_json_beyond_what_python_reads(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    for read in (read_json, lambda path: list(read_jsonl(path))):
+        with pytest.raises(InputError, match="not JSON that can be read"):
+            read(path)

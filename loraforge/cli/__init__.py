@@ -1,13 +1,15 @@
 """The command line: one file a subcommand, imported only when it is called.
 
-Exit codes: 0 done, 1 an audit claim failed, 2 usage, 3 bad input, 4 changed bytes, 5 output, 6 budget,
-7 a missing package or device, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (an audit's claim, a training run, the acceptance of a factorisation), 2 usage,
+3 bad input, 4 changed bytes, 5 output, 6 budget, 7 a missing package or device, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from types import FrameType
 
 import typer
 from typer.core import TyperGroup
@@ -46,6 +48,13 @@ class _LazyGroup(TyperGroup):
         command.name = name
         return command
 
+    def invoke(self, ctx):  # type: ignore[no-untyped-def]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # here, since typer would exit without a word
+            print("interrupted; run the same command again to resume", file=sys.stderr)
+            raise typer.Exit(130) from None
+
     def format_commands(self, ctx, formatter):  # type: ignore[no-untyped-def]
         with formatter.section("Commands"):
             formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
@@ -66,14 +75,17 @@ def _root() -> None:
     """Compress a fleet of LoRA adapters under one shared budget."""
 
 
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    """Leave as an exception, so that nothing half-written remains: schedulers end jobs by SIGTERM."""
+    sys.exit(128 + number)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(args=arguments, standalone_mode=True)
+        app(args=arguments, prog_name="loraforge", standalone_mode=True)
     except LoraForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        sys.exit(130)
     return 0

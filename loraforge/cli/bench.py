@@ -9,7 +9,7 @@ import typer
 
 from loraforge.errors import UsageError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -34,7 +34,7 @@ def recompression(
     adapters: Annotated[str, typer.Option(help="comma-separated adapter names, or all")] = "all",
     workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
 ) -> None:
-    """Time whole-fleet recompression by every method, interleaved, and check every result."""
+    """Time recompression of a fleet by every method. Passes are interleaved, and every result is checked."""
     from statistics import median
 
     from loraforge.factor.recompression import benchmark

@@ -21,7 +21,7 @@ def compress(
     ],
     out: Annotated[Path, typer.Option(help="folder to write; must be absent or empty", show_default=False)],
     budget: Annotated[
-        str | None, typer.Option(help="share of the parameters to keep, such as 1/12 or 0.25")
+        str | None, typer.Option(help="share of the nominal ranks to keep: 1/12 or 0.25")
     ] = None,
     params: Annotated[int | None, typer.Option(help="most parameters of the whole fleet, instead")] = None,
     bytes_: Annotated[int | None, typer.Option("--bytes", help="most bytes of all factors, instead")] = None,

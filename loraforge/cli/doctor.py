@@ -14,8 +14,8 @@ _GIB = 1 << 30
 
 @app.command()
 def doctor(
-    cache: Annotated[Path, typer.Option(help="Cache folder whose disk is examined")] = Path(".cache"),
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")] = False,
+    cache: Annotated[Path, typer.Option(help="cache folder whose disk is examined")] = Path(".cache"),
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Say what this machine can run and what is missing."""
     from loraforge.doctor import examine

@@ -43,7 +43,7 @@ def run(
         int | None, typer.Option(min=1, help="adapters scored at once instead of the configuration's")
     ] = None,
 ) -> None:
-    """Score adapters under every arm of the configuration; arms that are scored already are not run again."""
+    """Score adapters under every arm of the configuration. Arms that are scored already are not run again."""
     # OpenMP threads that spin at barriers make torch several times slower where cores are shared; read at import
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraforge.config import load_config

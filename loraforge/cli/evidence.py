@@ -89,7 +89,7 @@ def bag(
 def machine(
     out: Annotated[Path, typer.Option(help="folder for system.json and packages.txt", show_default=False)],
 ) -> None:
-    """Describe this machine for a bag that is made elsewhere; no names, no paths."""
+    """Describe this machine for a bag made elsewhere. No names, no paths."""
     from loraforge.evidence.machine import describe, packages
     from loraforge.files import write_json, write_text
 
@@ -103,7 +103,7 @@ def promote(
     to: Annotated[Path, typer.Option(help="root of the committed bags")] = Path("evidence"),
     force: Annotated[bool, typer.Option("--force", help="replace a bag of the same day and host")] = False,
 ) -> None:
-    """Copy a valid bag to the committed evidence and rewrite its index."""
+    """Copy a valid bag to the evidence and index it."""
     from loraforge.evidence.bag import open_bag
     from loraforge.evidence.promote import promote as copy
 

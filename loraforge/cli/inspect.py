@@ -12,10 +12,11 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from loraforge.allocate.allocation import BudgetEntry
     from loraforge.config import Layout
     from loraforge.export.manifest import AdapterEntry, Manifest
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
@@ -30,21 +31,23 @@ def inspect(
 
     manifest = load_manifest(out)
     fleet = manifest.fleet
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(
-            highlight=False, width=160
-        )  # a file has no width: fold nothing that 80 columns would
+        # a file has no width: fold nothing that 80 columns would
+        console = Console(highlight=False, markup=False, width=160)
     console.print(
-        f"{fleet.name} on {fleet.base_model or 'an unnamed base model'}: {fleet.policy} at {fleet.budget.value}, "
+        f"{fleet.name} on {fleet.base_model or 'an unnamed base model'}: {fleet.policy} at {_budget(fleet.budget)}, "
         f"rank floor {fleet.floor}, {fleet.spent:,} of {fleet.budget.params:,} parameters (slack {fleet.slack:,}), "
         f"{fleet.retained_energy:.1%} of the energy",
-        markup=False,
         soft_wrap=True,
     )
     console.print(_adapters(manifest))
     if worst:
         console.print(_worst(manifest, worst))
+
+
+def _budget(budget: BudgetEntry) -> str:
+    return budget.value if budget.kind == "fraction" else f"{budget.value} {budget.kind}"
 
 
 def _adapters(manifest: Manifest) -> Table:

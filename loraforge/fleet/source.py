@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraforge.errors import InputError, UsageError
-from loraforge.fleet.lock import LockedBase, verify
+from loraforge.fleet.lock import LockedBase, is_lock, verify
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
 
@@ -17,7 +17,7 @@ def open_source(paths: Sequence[Path]) -> list[Adapter]:
     Raises UsageError where a lock is mixed with other arguments, IntegrityError for bytes that the lock does
     not state, and InputError as :func:`open_fleet` does.
     """
-    locks = [path for path in paths if Path(path).suffix == ".json"]
+    locks = [path for path in paths if is_lock(path)]
     if not locks:
         return open_fleet(paths)
     if len(paths) > 1:

@@ -66,7 +66,24 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 def test_no_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", tmp_path) == 3
-    assert capsys.readouterr().err == f"error: {tmp_path / 'manifest.json'}: file not found\n"
+    assert (
+        capsys.readouterr().err == f"error: {tmp_path / 'manifest.json'}: file not found; "
+        "name an output of `loraforge compress`\n"
+    )
+
+
+def test_names_and_budgets_are_shown_as_they_are(
+    tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(tmp_path / "[bold]v1")
+    out = tmp_path / "out"
+    arguments = ("--bytes", 2000, "--cache", tmp_path / "cache", "--out", out)
+    assert run("compress", tmp_path / "[bold]v1", *arguments) == 0
+    capsys.readouterr()
+    assert run("inspect", out) == 0
+    shown = capsys.readouterr().out
+    assert "spectral at 2000 bytes," in shown
+    assert shown.count("[bold]v1 │") > 1
 
 
 def test_without_torch(out: Path) -> None:

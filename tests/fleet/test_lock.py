@@ -15,7 +15,7 @@ from loraforge.files import sha256_file
 from loraforge.fleet.base_model import SMOLLM2
 from loraforge.fleet.lock import fleet_name, load_lock, save_lock, verify
 from loraforge.fleet.locking import make_lock
-from loraforge.fleet.source import resolve_fleet
+from loraforge.fleet.source import open_source, resolve_fleet
 
 
 @pytest.fixture
@@ -179,3 +179,10 @@ def _exit(arguments: list[str]) -> int:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     return int(caught.value.code or 0)
+
+
+def test_a_folder_may_be_named_like_a_lock(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    folder = tmp_path / "v1.json"
+    make_adapter(folder / "a")
+    assert [adapter.name for adapter in open_source([folder])] == ["a"]
+    assert fleet_name([folder]) == "v1.json"

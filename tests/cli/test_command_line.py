@@ -1,0 +1,75 @@
+"""The commands read alike, and end as their exit codes say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from adapter_folders import MakeAdapter
+
+from loraforge.cli import app, main
+
+
+def commands(command: object, name: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield name
+    if isinstance(command, typer.core.TyperGroup):
+        context = typer.Context(command)
+        for child in command.list_commands(context):
+            yield from commands(command.get_command(context, child), (*name, child))
+
+
+ALL = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", ALL, ids=" ".join)
+def test_help_reads_alike(
+    name: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    with pytest.raises(SystemExit) as caught:
+        main([*name, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert text.startswith(" ".join(("Usage: loraforge", *name)))
+    assert not re.search(r"[╭│╰]|-completion", text)
+    for line in re.findall(r"^  (?:-\S+|\S+ <).*?  +(\S.*)", text, re.MULTILINE):
+        assert line.startswith(("Show this message", "JSON", "NAME=")) or line[0].islower(), line
+    assert "..." not in text.partition("\nCommands:")[2], "a summary is cut off"
+
+
+def test_every_command_is_covered() -> None:
+    assert ("fleet", "train") in ALL
+    assert len(ALL) > 20
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGINT, 130, "interrupted; run the same command again to resume"), (signal.SIGTERM, 143, "")],
+)
+def test_a_stopped_run_leaves_nothing_half_written(
+    tmp_path: Path, make_adapter: MakeAdapter, number: signal.Signals, code: int, words: str
+) -> None:
+    for index in range(60):
+        make_adapter(tmp_path / "fleet" / f"adapter{index}", layers=range(12), seed=index)
+    results = tmp_path / "results"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loraforge", "compress", tmp_path / "fleet", "--budget", "1/2",
+         "--out", results / "out", "--cache", tmp_path / "cache"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while process.poll() is None and not (results.is_dir() and any(results.iterdir())):
+        time.sleep(0.005)  # until it writes
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert errors.splitlines()[-1].startswith(words)
+    assert list(results.iterdir()) == []
+    assert not list((tmp_path / "cache").rglob(".*"))
