@@ -124,6 +124,19 @@ def test_the_audit_passes(snakemake: Callable[..., Run]) -> None:
 
 
 @pytest.mark.usefixtures("drawn")
+def test_a_failed_audit_fails_the_target(copy: Path, snakemake: Callable[..., Run]) -> None:
+    [path] = (copy / "evidence/spectra").glob("*/data/summary.json")
+    before = path.read_text()
+    path.write_text(before.replace("1", "2", 1))
+    try:
+        run = snakemake("--", "audit")
+    finally:
+        path.write_text(before)
+    assert run.returncode != 0
+    assert f"FAILED {path.relative_to(copy)}: SHA-256 is" in run.stdout + run.stderr
+
+
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(
     ("file", "runs", "spared"),
     [
@@ -201,6 +214,16 @@ def test_a_changed_adapter_stops_the_run(copy: Path, snakemake: Callable[..., Ru
         r"error: \S*us_to_uk/adapter_model.safetensors: SHA-256 is [0-9a-f]{64}, locked is", output
     )
     assert "Traceback" not in output
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_lost_factor_cache_is_built_again(copy: Path, snakemake: Callable[..., Run]) -> None:
+    shutil.rmtree(copy / ".cache/loraforge/factors")
+    run = snakemake(
+        "--config", "export={policy: spectral, budget: 1/4, layouts: [ragged]}", "--", "compressed_fleet"
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (copy / "results/tiny/fleet/spectral_1-4/manifest.json").is_file()
 
 
 def test_a_bad_configuration_is_one_line(snakemake: Callable[..., Run], copy: Path) -> None:

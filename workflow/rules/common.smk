@@ -23,8 +23,11 @@ STUDIES = ["spectra", "allocation", "recompression", "quality"]
 # What is scored on a GPU is the reduced protocol (the paper's, on another fleet); the rest runs on the CPU.
 ON_GPU = CONFIG.quality.device != "cpu" and shutil.which("nvidia-smi") is not None
 
-# Jobs run the loraforge beside this snakemake, whether or not its environment is activated.
-shell.prefix(f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+# Jobs run the loraforge beside this snakemake, whether or not its environment is activated. A prefix takes the place of
+# Snakemake's strict mode, without which a command before `| tee` fails unheard.
+shell.prefix(
+    f"set -euo pipefail; PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
+)
 
 
 def section(*names):

@@ -51,7 +51,7 @@ rule verify_fleet:
 
 
 rule export_fleet:
-    """A compressed fleet that PEFT, vLLM and SGLang load: padded and ragged folders, ranks and certificates."""
+    """A compressed fleet that PEFT, vLLM and SGLang load; factors that the cache has lost are built again first."""
     input:
         f"{RESULTS}/factors.jsonl",
         allocation=f"{RESULTS}/allocation/{{policy}}_{{budget}}.json",
@@ -70,5 +70,6 @@ rule export_fleet:
     message:
         "Export the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
-        "loraforge export {input.allocation} {params.lock} --out {params.folder}"
-        " --layout {params.layout} --method {params.method} --force 2>&1 | tee {log}"
+        "(loraforge factor {params.lock} --method {params.method}"
+        " && loraforge export {input.allocation} {params.lock} --out {params.folder}"
+        " --layout {params.layout} --method {params.method} --force) 2>&1 | tee {log}"

@@ -6,7 +6,7 @@ ARMS = [
 
 
 rule evaluate_quality:
-    """Native scores by lm-eval of base, original and compressed adapters; finished arms are never scored twice."""
+    """Native scores by lm-eval of base, original and compressed adapters; finished arms are never scored twice, lost factors rebuilt."""
     input:
         f"{RESULTS}/fleet.verified",
         f"{RESULTS}/factors.jsonl",
@@ -23,6 +23,8 @@ rule evaluate_quality:
     resources:
         gpu=int(ON_GPU),
     params:
+        lock=LOCK,
+        method=CONFIG.factor.method,
         base=subpath(input.base, parent=True),
         results=subpath(input.config, parent=True),
         settings=section("fleet", "quality"),
@@ -32,5 +34,6 @@ rule evaluate_quality:
     message:
         "Score adapters with lm-eval"
     shell:
-        "loraforge eval run --config {input.config} --base {params.base}"
-        " --allocations {params.results}/allocation -o {output} 2>&1 | tee {log}"
+        "(loraforge factor {params.lock} --method {params.method}"
+        " && loraforge eval run --config {input.config} --base {params.base}"
+        " --allocations {params.results}/allocation -o {output}) 2>&1 | tee {log}"
