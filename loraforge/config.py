@@ -111,8 +111,10 @@ def load_config(path: Path) -> RunConfig:
     """Read and validate a YAML file. Raises InputError (unreadable) or UsageError (not valid)."""
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+    except FileNotFoundError as error:
         raise InputError("config file not found", path=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read ({error})", path=path) from error
     except yaml.YAMLError as error:
         raise InputError(f"not valid YAML ({str(error).splitlines()[0]})", path=path) from error
     if not isinstance(value, dict):

@@ -45,6 +45,14 @@ def digest(*files: Path) -> str:
     return made_from.hexdigest()
 
 
+def has_pip() -> bool:
+    """Whether .venv is whole: one interrupted while it was made has a python, but no pip."""
+    quiet = subprocess.DEVNULL
+    return PYTHON.is_file() and not subprocess.call(
+        [PYTHON, "-m", "pip", "--version"], stdout=quiet, stderr=quiet
+    )
+
+
 def set_up(lock_name: str) -> None:
     """Create or complete .venv from the hashed lock; a stamp per lock makes a second call instant."""
     if sys.version_info < (3, 11):  # noqa: UP036 - an older Python must be told so, not shown a traceback
@@ -55,7 +63,7 @@ def set_up(lock_name: str) -> None:
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     started = time.monotonic()
-    if not PYTHON.is_file():
+    if not has_pip():
         say("creating .venv")
         call(sys.executable, "-m", "venv", VENV)
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off")
@@ -94,4 +102,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        say("interrupted; run the same command again to resume")
+        sys.exit(130)

@@ -62,6 +62,11 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     path.write_text("name: [")
     with pytest.raises(InputError, match=r"c.yaml: not valid YAML"):
         load_config(path)
+    path.write_bytes(b"name: \x90")
+    with pytest.raises(InputError, match=r"c.yaml: cannot be read \("):
+        load_config(path)
+    with pytest.raises(InputError, match=r"cannot be read \(.*directory"):
+        load_config(tmp_path)
     path.write_text("- 1")
     with pytest.raises(InputError, match=r"c.yaml: not a mapping"):
         load_config(path)

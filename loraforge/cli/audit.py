@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.errors import InputError
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -34,6 +36,12 @@ def audit(
 
     committed = path == examine.EVIDENCE
     locks = fleet or (examine.fleet_locks(path) if committed else [])
+    if committed and not locks:  # or the adapters would go unchecked, and nobody be told
+        raise InputError(
+            "no fleet lock beside the evidence",
+            path="config/fleets",
+            remedy="restore it, or name one by --fleet",
+        )
     folders = figures or (examine.figure_folders(path) if committed else [])
     failures = examine.audit(examine.scope_of(path, locks=locks, figures=folders), typer.echo)
     for failure in failures:

@@ -13,6 +13,7 @@ import pytest
 import synthetic
 from study import Study, invoke
 
+from loraforge.errors import InputError
 from loraforge.files import sha256_file
 
 Remake = Callable[[Path], None]
@@ -293,6 +294,13 @@ def test_audit_without_options_finds_a_changed_adapter_and_picture(
     (first, second) = [line for line in result.output.splitlines() if line.startswith("FAILED ")]
     assert first.startswith(f"FAILED {weights}: adapter etym: SHA-256 is ")
     assert second.startswith(f"FAILED {repository.figures / 'quality.png'}: SHA-256 is ")
+
+
+def test_a_lost_lock_does_not_pass_for_an_audited_fleet(repository: Study) -> None:
+    repository.lock.unlink()
+    result = invoke("audit")
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception).startswith("config/fleets: no fleet lock beside the evidence; ")
 
 
 def test_options_replace_what_the_audit_would_find(repository: Study, tmp_path: Path) -> None:
