@@ -86,7 +86,6 @@ class RunConfig(_Strict):
         description="names the folder of results, as results/NAME", pattern=r"^[a-z0-9][a-z0-9_-]*$"
     )
     fleet: Path = Field(description="fleet lock file, relative to the repository's root")
-    seed: int = Field(20261130, description="seed of probes, bootstraps and subsets")
     policies: tuple[Policy, ...] = Field(
         ("uniform", "spectral", "spectral-nofloor"), description="allocated policies"
     )
