@@ -98,12 +98,47 @@ __device__ __forceinline__ void warp_sync() {
 #endif
 }
 
+// True where any lane of the warp says so; on a 64-wide wavefront its neighbour's lanes count too.
+__device__ __forceinline__ bool warp_any(bool value) {
+#if LF_HIP
+    return __any(value);
+#else
+    return __any_sync(0xffffffffu, value);
+#endif
+}
+
 // The same sum, in the same order of additions, in every lane of each group of `lanes` (a power of two).
 template <int lanes = kWarp, class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
     for (int mask = lanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
     return value;
+}
+
+// Copies 16 aligned bytes from global to shared memory, in the background where the hardware can.
+__device__ __forceinline__ void copy16_async(void* shared, const void* global) {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+                 "l"(global)
+                 : "memory");
+#else
+    *static_cast<float4*>(shared) = *static_cast<const float4*>(global);
+#endif
+}
+
+// Closes a group of copies; copies_wait<n> returns once all but the newest n groups of this thread are there.
+__device__ __forceinline__ void copies_commit() {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int n>
+__device__ __forceinline__ void copies_wait() {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+#endif
 }
 
 // bfloat16 by its bits: both toolchains agree on those, not on the type.
@@ -129,6 +164,16 @@ inline int with_dtype(int code, Body&& body) {
         case kBFloat16: return body(bf16{});
         default: return kUnsupported;
     }
+}
+
+// Starts a kernel of one-dimensional blocks; 0, an error code, or kUnsupported where the grid is too large.
+template <class... Parameters, class... Arguments>
+inline int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, void* stream,
+                  Arguments... arguments) {
+    if (blocks == 0) return kOk;
+    if (blocks < 0 || blocks > 0x7fffffff) return kUnsupported;
+    kernel<<<static_cast<unsigned>(blocks), threads, shared, static_cast<stream_t>(stream)>>>(arguments...);
+    return static_cast<int>(last_error());
 }
 
 // Layout codes of a factor stack: the tall matrix is d x r in both.
