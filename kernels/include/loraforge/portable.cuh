@@ -23,6 +23,11 @@
 #define LF_DMMA 0
 #endif
 
+// The block's dynamic shared memory, 16-byte aligned, seen as an array.
+#define LF_DYNAMIC_SHARED(type, name)                               \
+    extern __shared__ __align__(16) unsigned char lf_dynamic_shared[]; \
+    type* name = reinterpret_cast<type*>(lf_dynamic_shared)
+
 namespace lf {
 
 #if LF_HIP
