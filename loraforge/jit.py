@@ -96,14 +96,15 @@ def library_key(compiler: Compiler, kernels: Path = KERNELS) -> str:
     return sha256_text(canonical_json(parts))
 
 
-def prebuilt(kernels: Path = KERNELS, library: Path = PREBUILT) -> Path | None:
+def prebuilt() -> Path | None:
     """The library of the package, where it is whole and of the present sources and flags."""
+    library = PREBUILT
     record = library.with_suffix(".json")
     if not library.is_file() or not record.is_file():
         return None
     stated = read_json(record)
     wanted = {
-        "sources": source_hash(kernels),
+        "sources": source_hash(),
         "flags": list(_FLAGS.get(stated.get("kind", ""), ())),
         "library_sha256": sha256_file(library),
     }
@@ -142,12 +143,13 @@ def build(folder: Path = DEFAULT_FOLDER, *, kind: str = "nvcc") -> Path:
     return target
 
 
-def build_ahead(library: Path = PREBUILT, *, kind: str = "nvcc") -> Path:
+def build_ahead(*, kind: str = "nvcc") -> Path:
     """Build into the package, with the record that :func:`prebuilt` checks: for wheels and for machines without
     a compiler. Raises as :func:`build` does."""
     compiler = find_compiler(kind)
     if compiler is None:
         raise MissingDependencyError(f"{kind} is not found", remedy=f"put {kind} on the PATH")
+    library = PREBUILT
     _compile(compiler, library)
     record = {
         "kind": kind,

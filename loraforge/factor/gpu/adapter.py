@@ -40,10 +40,11 @@ def factorise_modules(
     )
     with stages("load"):
         groups = []
-        for group in names:
-            a, b = (torch.stack([factors[n][side].to(torch.float32) for n in group]) for side in (0, 1))
-            scale = torch.tensor([by_name[name].scale for name in group], dtype=torch.float64)
-            groups.append(Group(*(x.to(backend.device) for x in (a, b, scale)), names=group))
+        for members in names:
+            a, b = (torch.stack([factors[n][side].to(torch.float32) for n in members]) for side in (0, 1))
+            scale = torch.tensor([by_name[name].scale for name in members], dtype=torch.float64)
+            on = backend.device
+            groups.append(Group(a.to(on), b.to(on), scale.to(on), members))
     with stages("device"):
         results = factorise_groups(groups, backend, method=method)
         spectra = [result.s.cpu() for result in results]
