@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(256, 1)
             T* to = ring + ahead_slot * elements;
             const int row = ahead_tile * kRows;
             const int column = ahead_chunk * p.chunk;
-            const auto offset = [stride](int i, int chunk) { return i * stride + chunk * wide; };
+            const auto offset = [stride](int i, int chunk) { return i * stride + chunk * (16 / int(sizeof(T))); };
             if constexpr (kLayout == kWide)
                 stage<vector>(to, x + int64_t(column) * p.d + row, p.d, p.chunk, kRows / wide, p.r - column, p.d - row, lane,
                               kWarp, offset);

@@ -103,7 +103,7 @@ __device__ __forceinline__ int rank_of(const double* values, int i, int n) {
 }
 
 // n <= kSize. Smaller problems are padded with zeros, which no rotation ever touches. A matrix is done once its
-// off-diagonal norm is at most 2^-53 of its norm; a matrix with NaN or infinity gives NaN.
+// off-diagonal norm is at most 2^-53 sqrt(n) of its norm, the rounding error of G itself; a matrix with NaN or infinity gives NaN.
 template <int kSize>
 __global__ void __launch_bounds__(Plan<kSize>::block, 512 / Plan<kSize>::block)
     shared_kernel(const double* __restrict__ g, double* __restrict__ w, double* __restrict__ v, int* __restrict__ sweeps,
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Plan<kSize>::block, 512 / Plan<kSize>::block)
     }
     squares = group_sum<Plan::threads>(squares, own.partial);
     group_sync<Plan::threads>();
-    const double limit = kUnit * kUnit * squares, tolerance = kUnit * sqrt(squares) / kSize;
+    const double limit = n * kUnit * kUnit * squares, tolerance = sqrt(limit) / n;
     const bool finite = squares <= 1.7976931348623157e308;
 
     double upper_row[Plan::pairs], lower_row[Plan::pairs];  // this row's entries at top and bottom positions
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kGlobalThreads, 1)
     }
     for (int64_t i = thread; i < square; i += kGlobalThreads) v[i] = i / n == i % n ? 1.0 : 0.0;
     squares = group_sum<kGlobalThreads>(squares, partial) + off_squares();
-    const double limit = kUnit * kUnit * squares, tolerance = kUnit * sqrt(squares) / size;
+    const double limit = n * kUnit * kUnit * squares, tolerance = sqrt(limit) / n;
     const bool finite = squares <= 1.7976931348623157e308;
 
     int sweep = 0;

@@ -269,6 +269,9 @@ __device__ __forceinline__ void factor_panel(float (&a)[4 * kStripes][kPanel], f
         float w[kPanel];  // inner products of v with the panel's columns
 #pragma unroll
         for (int c = 0; c < kPanel; ++c) w[c] = fmaf(inverse, sum[c], row[c]);
+        float weight[kPanel];  // zero, not zero times infinity, where there is no reflection
+#pragma unroll
+        for (int c = 0; c < kPanel; ++c) weight[c] = reflects ? tau * w[c] : 0.f;
         t[k][k] = tau;
 #pragma unroll
         for (int l = 0; l < k; ++l) {
@@ -287,7 +290,7 @@ __device__ __forceinline__ void factor_panel(float (&a)[4 * kStripes][kPanel], f
                 x[i] *= inverse;
                 if (e == k && diagonal_block) x[i] = 1.f;
 #pragma unroll
-                for (int c = k + 1; c < kPanel; ++c) a[i][c] = fmaf(-x[i], tau * w[c], a[i][c]);
+                for (int c = k + 1; c < kPanel; ++c) a[i][c] = fmaf(-x[i], weight[c], a[i][c]);
                 if (owner) {
                     if (below_block || (diagonal_block && e > k)) a[i][k] = x[i];
                     if (e == k && diagonal_block) a[i][k] = diagonal;
@@ -304,7 +307,7 @@ __device__ __forceinline__ void factor_panel(float (&a)[4 * kStripes][kPanel], f
         if (kMerge) {
 #pragma unroll
             for (int c = k; c < kPanel; ++c)
-                if (owner && at.part == c * 4 + k) top = c == k ? diagonal : row[c] - tau * w[c];
+                if (owner && at.part == c * 4 + k) top = c == k ? diagonal : row[c] - weight[c];
         }
     }
     float mine = 0.f;
@@ -382,8 +385,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) leaf_factor(const T* x, Plan p
     __shared__ float4 scratch[kMaxThreads / kWarp][2][kWarp / 4];
     const Place at;
     const int64_t node = blockIdx.x;
-    const int64_t matrix = node / plan.leaves;
-    const int leaf = static_cast<int>(node % plan.leaves);
+    const int64_t matrix = blockIdx.x / static_cast<unsigned>(plan.leaves);
+    const int leaf = static_cast<int>(blockIdx.x % static_cast<unsigned>(plan.leaves));
     float a[4 * kLeafStripes][kPanel];
     load_leaf<kLayout>(x + matrix * plan.d * plan.r, plan.d, plan.r, aligned, int64_t{leaf} * kLeafRows, at, a);
     float* v = plan.leaf_v + node * plan.leaf_size();
