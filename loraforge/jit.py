@@ -24,7 +24,10 @@ from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 
 PACKAGE = Path(__file__).resolve().parent
-KERNELS = PACKAGE / "kernels"  # a link to the repository's folder; a folder of its own in a wheel
+# a folder of its own in a wheel, a link to the repository's in a checkout; a copy may have lost the link
+KERNELS = next(
+    (p for p in (PACKAGE / "kernels", PACKAGE.parent / "kernels") if p.is_dir()), PACKAGE / "kernels"
+)
 DEFAULT_FOLDER = Path(".cache/loraforge/kernels")
 PREBUILT = PACKAGE / "libloraforge_factor.so"
 

@@ -30,7 +30,7 @@ from loraforge.factor.pool import worker_pool
 from loraforge.factor.stages import Stages
 from loraforge.files import canonical_json, read_json, sha256_text, write_json, write_with
 from loraforge.fleet.peft_io import Adapter
-from loraforge.progress import progress
+from loraforge.progress import progress, say
 
 SCHEMA = "loraforge.factors/1"
 TIMING_SCHEMA = "loraforge.factor-timing/1"
@@ -169,6 +169,8 @@ def factorise_fleet(
     InputError for unusable factors, LoraForgeError where acceptance fails, OutputError where writing does.
     """
     paths_of(method)
+    if torch.cuda.is_available() and not gpu.available():
+        say("there is a GPU, but no compiler for its kernels: working on the CPU (see loraforge doctor)")
     opened: list[CachedAdapter] = []
     with worker_pool(workers) as pool, progress("factor", len(adapters)) as ticker:
         for adapter in adapters:
