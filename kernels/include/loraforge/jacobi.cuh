@@ -103,9 +103,10 @@ __device__ __forceinline__ int rank_of(const double* values, int i, int n) {
 }
 
 // n <= kSize. Smaller problems are padded with zeros, which no rotation ever touches. A matrix is done once its
-// off-diagonal norm is at most 2^-53 sqrt(n) of its norm, the rounding error of G itself; a matrix with NaN or infinity gives NaN.
+// off-diagonal norm is at most 2^-53 sqrt(n) of its norm, about the rounding error of the matrix itself; a matrix
+// with NaN or infinity gives NaN.
 template <int kSize>
-__global__ void __launch_bounds__(Plan<kSize>::block, 512 / Plan<kSize>::block)
+__global__ void __launch_bounds__(Plan<kSize>::block, Plan<kSize>::block > 128 ? 1 : 3)
     shared_kernel(const double* __restrict__ g, double* __restrict__ w, double* __restrict__ v, int* __restrict__ sweeps,
                   int64_t m, int n) {
     using Plan = jacobi::Plan<kSize>;
