@@ -20,7 +20,7 @@ from loraforge.factor.engine import (
 )
 from loraforge.factor.gpu.check import group_errors
 from loraforge.factor.gpu.engine import FAILED, GRAM, TSQR, Group, GroupFactors, Method, factorise_groups
-from loraforge.factor.gpu.ops import TALL, WIDE, Emulated, Kernels
+from loraforge.factor.gpu.ops import TALL, WIDE, Eigensolver, Emulated, Kernels
 from loraforge.factor.pool import worker_pool
 from loraforge.factor.reference import reference_spectrum
 from loraforge.factor.stages import Stages
@@ -111,10 +111,10 @@ def test_tsqr(kernels: Kernels, shape: tuple[int, int, int], layout: int) -> Non
         close(tall.mT @ tall, torch.eye(k, device="cuda").expand(m, k, k), 1e-5)
 
 
-@pytest.mark.parametrize("jacobi", [False, True])
+@pytest.mark.parametrize("eigensolver", ["fastest", "jacobi", "library"])
 @pytest.mark.parametrize("n", [1, 2, 7, 16, 33, 64, 128, 160])
-def test_eigensolvers(n: int, jacobi: bool) -> None:
-    backend = Kernels(jacobi=jacobi)
+def test_eigensolvers(n: int, eigensolver: Eigensolver) -> None:
+    backend = Kernels(eigensolver=eigensolver)
     x = torch.randn(50, 2 * n, n, dtype=torch.float64, device="cuda")
     g = x.mT @ x
     w, rows = backend.eigh(g.clone())
