@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import loraforge
+from loraforge import jit
 
 # command line stage -> extras it needs beyond the core
 STAGES: dict[str, tuple[str, ...]] = {
@@ -174,6 +175,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "cores": cores,
         "torch": torch_report(),
         "compilers": compilers(),
+        "kernels": jit.state(),
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

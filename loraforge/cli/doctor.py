@@ -57,7 +57,20 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (name, found or "not found (only GPU kernels need it)") for name, found in report["compilers"].items()
     ]
+    rows.append(("GPU kernels", _kernels(report["kernels"])))
     return rows
+
+
+def _kernels(state: dict[str, Any]) -> str:
+    if state["built"]:
+        return f"built: {state['path']}"
+    if state["problem"]:
+        return str(state["problem"])
+    return (
+        "not built; the first use on a GPU builds them"
+        if state["buildable"]
+        else "not built, and no nvcc here"
+    )
 
 
 def _show(report: dict[str, Any]) -> None:

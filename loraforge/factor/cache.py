@@ -21,14 +21,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from loraforge import jit
 from loraforge.digest import source_digest
 from loraforge.errors import InputError
+from loraforge.factor import gpu
 from loraforge.factor.engine import Method, ModuleFactors, factorise_adapter, paths_of
 from loraforge.factor.pool import worker_pool
 from loraforge.factor.stages import Stages
 from loraforge.files import canonical_json, read_json, sha256_text, write_json, write_with
 from loraforge.fleet.peft_io import Adapter
-from loraforge.progress import progress
+from loraforge.progress import progress, say
 
 SCHEMA = "loraforge.factors/1"
 TIMING_SCHEMA = "loraforge.factor-timing/1"
@@ -109,6 +111,13 @@ class CachedAdapter:
         return tensor
 
 
+def precision(method: Method = "auto") -> str:
+    """What arithmetic makes an entry here: results of a GPU differ in rounding, and its kernels are source too."""
+    if method == "reference" or not gpu.available():
+        return PRECISION
+    return f"{PRECISION}/gpu-{jit.source_hash()[:16]}"
+
+
 def cache_key(adapter: Adapter, method: Method = "auto") -> str:
     """Hex SHA-256 of all that an entry depends on: weights, scales, method, precision and source."""
     return sha256_text(
@@ -118,7 +127,7 @@ def cache_key(adapter: Adapter, method: Method = "auto") -> str:
                 "weights": adapter.weights_sha256,
                 "scales": {module.name: module.scale for module in adapter.modules},
                 "method": method,
-                "precision": PRECISION,
+                "precision": precision(method),
                 "source": source_digest("factor"),
             }
         )
@@ -160,6 +169,8 @@ def factorise_fleet(
     InputError for unusable factors, LoraForgeError where acceptance fails, OutputError where writing does.
     """
     paths_of(method)
+    if torch.cuda.is_available() and not gpu.available():
+        say("there is a GPU, but no compiler for its kernels: working on the CPU (see loraforge doctor)")
     opened: list[CachedAdapter] = []
     with worker_pool(workers) as pool, progress("factor", len(adapters)) as ticker:
         for adapter in adapters:

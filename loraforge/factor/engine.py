@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraforge.errors import LoraForgeError, UsageError
+from loraforge.factor import gpu
 from loraforge.factor.batch import Batch, Ordered
 from loraforge.factor.gram import gram_factors
 from loraforge.factor.pool import Pool
@@ -45,7 +46,8 @@ class ModuleFactors:
     ``s`` float64 [r], ``a`` float32 [r, d_in], ``b`` float32 [d_out, r] as in :class:`Ordered`.
     ``action_error``: the largest relative error of ``B' (A' p)`` against ``s B (A p)`` in FP64 over eight
     Gaussian probes p. ``spectrum_error``: the largest difference of a singular value from that of the FP64
-    reference (QR of both factors, SVD of the core), relative to the largest singular value.
+    reference (QR of both factors, SVD of the core), relative to the largest singular value. On a GPU the
+    reference is :func:`loraforge.factor.gpu.check.root_spectrum`.
     """
 
     s: Tensor
@@ -61,14 +63,27 @@ def factorise_adapter(
 ) -> dict[str, ModuleFactors]:
     """Ordered factors of every module of ``adapter``, by module name in the adapter's order.
 
+    On a GPU where there is one (see :func:`loraforge.factor.gpu.available`), and there what it leaves on the CPU.
     Raises InputError for NaN or infinite factors, and LoraForgeError that names the module where no path of
     ``method`` passes acceptance.
     """
     with adapter.reader() as reader:
         factors = {module.name: reader.factors(module) for module in adapter.modules}
     by_name = {module.name: module for module in adapter.modules}
+    done: dict[str, ModuleFactors] = {}
+    backend = None if method == "reference" else gpu.kernels()
+    if method != "reference" and backend is not None:
+        from loraforge.factor.gpu.adapter import factorise_modules
+
+        device = Stages()
+        done |= factorise_modules(adapter.modules, factors, backend, method, device)
+        # stages are averaged over the workers, and all of them wait for the device
+        device.seconds = {name: seconds * pool.workers for name, seconds in device.seconds.items()}
+        stages.merge(device)
     groups = group_by_shape(
-        (module.name, module.d_in, module.d_out, module.rank) for module in adapter.modules
+        (module.name, module.d_in, module.d_out, module.rank)
+        for module in adapter.modules
+        if module.name not in done
     )
 
     def run(names: Sequence[str]) -> tuple[dict[str, ModuleFactors], Stages]:
@@ -77,7 +92,6 @@ def factorise_adapter(
         pairs = [factors[name] for name in names]
         return _factorise(adapter, modules, pairs, method, local), local
 
-    done: dict[str, ModuleFactors] = {}
     for results, local in pool.map(run, groups):
         done |= results
         stages.merge(local)
@@ -133,21 +147,23 @@ def action_errors(batch: Batch, ordered: Ordered) -> Tensor:
         batch.a.shape[2], PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130)
     )
     # the gain is divided out of the smaller intermediate, so that neither side leaves the range of FP64
+    probes = probes.to(batch.x.device)
     expected = (batch.b @ (batch.a @ probes)) * batch.sign[:, None, None]
     gain = torch.where(batch.gain > 0, batch.gain, 1.0).sqrt()[:, None, None]
     expected = torch.where(batch.gain[:, None, None] > 0, expected, 0.0)
     hidden = (ordered.a.to(torch.float64) @ probes) / gain
     difference = torch.linalg.vector_norm(ordered.b.to(torch.float64) @ hidden / gain - expected, dim=1)
     norm = torch.linalg.vector_norm(expected, dim=1)
-    return _relative(difference, norm).amax(dim=-1)
+    return relative(difference, norm).amax(dim=-1)
 
 
 def spectrum_errors(reference: Tensor, s: Tensor) -> Tensor:
     """Largest difference [m] of ``s`` from ``reference``, both [m, r], relative to the largest reference value."""
-    return _relative((s - reference).abs().amax(dim=-1), reference[:, 0])
+    return relative((s - reference).abs().amax(dim=-1), reference[:, 0])
 
 
-def _relative(difference: Tensor, norm: Tensor) -> Tensor:
+def relative(difference: Tensor, norm: Tensor) -> Tensor:
+    """``difference / norm``, elementwise: 0 for 0/0, infinite where it means nothing."""
     ratio = torch.where(norm > 0, difference / torch.where(norm > 0, norm, 1.0), difference / difference)
     ratio = torch.where((norm == 0) & (difference == 0), 0.0, ratio)
     return ratio.nan_to_num(nan=torch.inf)

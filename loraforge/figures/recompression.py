@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loraforge.evidence.tables import Table, Value
-from loraforge.evidence.targets.recompression import Check, Pass, checks, passes
+from loraforge.evidence.targets.recompression import Item, checks, passes
 from loraforge.figures import style
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ LABELS = {
 }
 OTHER = "other"
 # Stages in the order of the work; each has the same colour and hatch whatever methods are drawn.
-STAGES = ("load", "svd_factors", "qr", "gram", "svd_core", "svd", "evd", "apply", "verify")
+STAGES = ("load", "svd_factors", "qr", "gram", "svd_core", "svd", "evd", "apply", "verify", "core")
 
 
-def table(records: Sequence[Pass | Check]) -> Table:
+def table(records: Sequence[Item]) -> Table:
     """Rows of three panels, in ``value``: ``seconds`` (median of passes, with least and most), ``stage`` (seconds
     of a stage in the median pass, with what no stage accounts for as ``other``) and ``error`` (action, spectrum).
     """
@@ -78,6 +78,9 @@ def draw(rows: Table, context: style.Context) -> Figure:
 
 
 def _label(method: str) -> str:
+    fleet, dot, method = method.rpartition(".")
+    if dot:
+        return f"{_label(method)}, {fleet}"
     if method in LABELS:
         return LABELS[method]
     head, _, tail = method.rpartition("_")

@@ -213,3 +213,38 @@ def test_anonymise(monkeypatch: pytest.MonkeyPatch) -> None:
         "/home/ada.lovelace/works"
     )
     assert anonymise(text) == "USER@HOST: ./results/x.json, ~/.cache, ~/works"
+
+
+def test_recompression_of_shape_fleets_keeps_fleets_samples_and_floors_apart() -> None:
+    def one(fleet: str, method: str, seconds: float, **cells: Any) -> list[dict[str, Any]]:
+        errors = {"max_action_error": 1e-7, "max_spectrum_error": 1e-8, "n": cells.pop("checked")}
+        return [
+            {"fleet": fleet, "method": method, "pass": 0, "seconds": seconds, **cells},
+            {"record": "check", "fleet": fleet, "method": method, **errors},
+        ]
+
+    records = [
+        *one("big", "gram", 2.0, stages={"gram": 0.5}, checked=100),
+        *one("small", "gram", 1.0, stages={}, checked=50),
+        *one("big", "florist", 3.0, stages={}, checked=10, n=10),
+        *(
+            {
+                "record": "floor", "fleet": "big", "method": "gram", "stage": "gram", "bound": bound,
+                "amount": amount, "rate": 8.0, "seconds": amount / 8.0,
+            }
+            for bound, amount in (("bytes", 1.0), ("flops", 2.0))
+        ),
+    ]  # fmt: skip
+    target = TARGETS["recompression"]
+    items = parsed("recompression", records)
+    target.check(items, "records.jsonl")
+    summary = target.summarise(items, "other")
+    assert summary["big.gram_s"] == 2.0
+    assert summary["small.gram_s"] == 1.0
+    assert (summary["big.matrices"], summary["small.matrices"]) == (100, 50)
+    assert summary["big.gram.gram.floor_s"] == 0.25
+    assert summary["big.gram.gram.times_floor"] == 2.0
+    assert summary["big.florist.sample_s"] == 3.0
+    assert summary["big.florist.extrapolated_s"] == 30.0
+    assert "big.florist_s" not in summary
+    assert not [key for key in summary if key.startswith("other")]

@@ -14,9 +14,15 @@ from loraforge.evidence.targets.spectra import MAX_ACTION_ERROR, MAX_SPECTRUM_ER
 
 
 class Pass(Record):
-    """One timed pass of one method over the fleet; stages are parts of ``seconds``."""
+    """One timed pass of one method over the fleet; stages are parts of ``seconds``.
 
+    ``fleet`` is given where it is not that of the run (a shape fleet); ``n`` where the pass took a sample of so
+    many matrices, whose seconds are never taken for those of the fleet.
+    """
+
+    fleet: str | None = None
     method: str
+    n: int | None = Field(default=None, ge=1)
     number: int = Field(ge=0, alias="pass")
     seconds: float = Field(gt=0)
     stages: dict[str, Annotated[float, Field(ge=0)]]
@@ -32,28 +38,48 @@ class Check(Record):
     """The largest relative errors of one method over ``n`` matrices."""
 
     record: Literal["check"]
+    fleet: str | None = None
     method: str
     max_action_error: float = Field(ge=0)
     max_spectrum_error: float = Field(ge=0)
     n: int = Field(ge=1)
 
 
+class Floor(Record):
+    """Least seconds of a stage: ``amount`` bytes or FP64 operations at a measured ``rate`` a second."""
+
+    record: Literal["floor"]
+    fleet: str | None = None
+    method: str
+    stage: str
+    bound: Literal["bytes", "flops"]
+    amount: float = Field(gt=0)
+    rate: float = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+
+Item = Pass | Check | Floor
+
+
 def _kind(value: Any) -> str:
     return str(value.get("record", "pass")) if isinstance(value, dict) else "pass"
 
 
-class RecompressionTarget(Target[Pass | Check]):
+class RecompressionTarget(Target[Item]):
     """``recompression``: passes and one check a method."""
 
     name: ClassVar = "recompression"
     figures: ClassVar = ("recompression",)
     sources: ClassVar = ("factor",)
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(
-        Annotated[Annotated[Pass, Tag("pass")] | Annotated[Check, Tag("check")], Discriminator(_kind)]
+        Annotated[
+            Annotated[Pass, Tag("pass")] | Annotated[Check, Tag("check")] | Annotated[Floor, Tag("floor")],
+            Discriminator(_kind),
+        ]
     )
 
-    def check(self, records: Sequence[Pass | Check], path: Any) -> None:
-        timed, checked = passes(records), checks(records)
+    def check(self, records: Sequence[Item], path: Any) -> None:
+        timed, checked = passes(records) | samples(records), checks(records)
         if not timed:
             raise InputError("holds no timed pass", path=path)
         if set(timed) != set(checked):
@@ -63,22 +89,39 @@ class RecompressionTarget(Target[Pass | Check]):
             if len({item.number for item in items}) != len(items):
                 raise InputError(f"{method} states a pass twice", path=path)
 
-    def summarise(self, records: Sequence[Pass | Check], fleet: str) -> Summary:
+    def summarise(self, records: Sequence[Item], fleet: str) -> Summary:
         checked = checks(records)
-        summary: Summary = {
-            f"{fleet}.matrices": max(item.n for item in checked.values()),
-            "max_action_error": max(item.max_action_error for item in checked.values()),
-            "max_spectrum_error": max(item.max_spectrum_error for item in checked.values()),
-        }
-        for method, items in passes(records).items():
-            key = f"{fleet}.{method}"  # a fleet of another shape is another number
+        matrices: dict[str, int] = {}
+        for check in checked.values():
+            owner = check.fleet or fleet
+            matrices[owner] = max(matrices.get(owner, 0), check.n)
+        summary: Summary = {f"{owner}.matrices": n for owner, n in matrices.items()}
+        summary["max_action_error"] = max(item.max_action_error for item in checked.values())
+        summary["max_spectrum_error"] = max(item.max_spectrum_error for item in checked.values())
+        floors = _floors(records)
+        for name, items in passes(records).items():
+            key = f"{items[0].fleet or fleet}.{items[0].method}"  # a fleet of another shape is another number
             summary[f"{key}_s"] = statistics.median(item.seconds for item in items)
             summary[f"{key}.passes"] = len(items)
-            summary[f"{key}.max_action_error"] = checked[method].max_action_error
-            summary[f"{key}.max_spectrum_error"] = checked[method].max_spectrum_error
+            summary[f"{key}.max_action_error"] = checked[name].max_action_error
+            summary[f"{key}.max_spectrum_error"] = checked[name].max_spectrum_error
+            for stage, least in floors.get(name, {}).items():
+                took = statistics.median(item.stages.get(stage, 0.0) for item in items)
+                summary[f"{key}.{stage}.floor_s"] = least
+                if took > 0:
+                    summary[f"{key}.{stage}_s"] = took
+                    summary[f"{key}.{stage}.times_floor"] = took / least
+        for items in samples(records).values():
+            key = f"{items[0].fleet or fleet}.{items[0].method}"
+            taken = items[0].n or 0
+            median = statistics.median(item.seconds for item in items)
+            summary[f"{key}.sample_s"] = median
+            summary[f"{key}.sample_matrices"] = taken
+            if (total := matrices[items[0].fleet or fleet]) > taken:
+                summary[f"{key}.extrapolated_s"] = median * total / taken
         return summary
 
-    def claims(self, records: Sequence[Pass | Check]) -> list[Claim]:
+    def claims(self, records: Sequence[Item]) -> list[Claim]:
         found = []
         for method, item in checks(records).items():
             found += [
@@ -87,19 +130,43 @@ class RecompressionTarget(Target[Pass | Check]):
             ]
         return found
 
-    def adapters(self, records: Sequence[Pass | Check]) -> list[str]:
+    def adapters(self, records: Sequence[Item]) -> list[str]:
         return []
 
 
-def passes(records: Sequence[Pass | Check]) -> dict[str, list[Pass]]:
-    """Timed passes by method, methods in the order of their first pass."""
+def label(item: Item) -> str:
+    """The method, after the fleet where the record names one: ``gram``, ``qwen50.gram``."""
+    return item.method if item.fleet is None else f"{item.fleet}.{item.method}"
+
+
+def passes(records: Sequence[Item]) -> dict[str, list[Pass]]:
+    """Timed passes over whole fleets by :func:`label`, in the order of their first pass."""
+    return _timed(records, sampled=False)
+
+
+def samples(records: Sequence[Item]) -> dict[str, list[Pass]]:
+    """As :func:`passes`, over samples."""
+    return _timed(records, sampled=True)
+
+
+def _timed(records: Sequence[Item], *, sampled: bool) -> dict[str, list[Pass]]:
     found: dict[str, list[Pass]] = {}
     for item in records:
-        if isinstance(item, Pass):
-            found.setdefault(item.method, []).append(item)
+        if isinstance(item, Pass) and (item.n is not None) == sampled:
+            found.setdefault(label(item), []).append(item)
     return found
 
 
-def checks(records: Sequence[Pass | Check]) -> dict[str, Check]:
-    """Error checks by method."""
-    return {item.method: item for item in records if isinstance(item, Check)}
+def checks(records: Sequence[Item]) -> dict[str, Check]:
+    """Error checks by :func:`label`."""
+    return {label(item): item for item in records if isinstance(item, Check)}
+
+
+def _floors(records: Sequence[Item]) -> dict[str, dict[str, float]]:
+    """The greater floor of each stage, by :func:`label`."""
+    found: dict[str, dict[str, float]] = {}
+    for item in records:
+        if isinstance(item, Floor):
+            stages = found.setdefault(label(item), {})
+            stages[item.stage] = max(stages.get(item.stage, 0.0), item.seconds)
+    return found

@@ -1,0 +1,33 @@
+"""Factorisation on a GPU: kernels by ctypes, a batched eigensolver, and the engine that schedules a fleet."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from loraforge import jit
+
+if TYPE_CHECKING:
+    from loraforge.factor.gpu.ops import Kernels
+
+
+@cache
+def available() -> bool:
+    """Whether factors are built on a GPU here: torch sees one, and its kernels are built or can be.
+
+    An empty ``CUDA_VISIBLE_DEVICES`` keeps everything on the CPU.
+    """
+    if not torch.cuda.is_available():
+        return False
+    kind = "nvcc" if torch.version.cuda else "hipcc"
+    return jit.prebuilt() is not None or jit.find_compiler(kind) is not None
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels on the current device, built at the first call; None where :func:`available` says no."""
+    from loraforge.factor.gpu.ops import Kernels
+
+    return Kernels() if available() else None

@@ -1,0 +1,232 @@
+"""Build the GPU kernels once a machine and load them: no torch headers, a plain C interface, ctypes.
+
+The library is named by the hash of everything it is made of (sources, flags, compiler version), built beside
+its final place under a lock, and renamed into it. A library built ahead of time lies in the package with a record
+of the same sources and needs no compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from loraforge.errors import LoraForgeError, MissingDependencyError
+from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+
+PACKAGE = Path(__file__).resolve().parent
+# a folder of its own in a wheel, a link to the repository's in a checkout; a copy may have lost the link
+KERNELS = next(
+    (p for p in (PACKAGE / "kernels", PACKAGE.parent / "kernels") if p.is_dir()), PACKAGE / "kernels"
+)
+DEFAULT_FOLDER = Path(".cache/loraforge/kernels")
+PREBUILT = PACKAGE / "libloraforge_factor.so"
+
+_COMPILERS = {
+    "nvcc": ("/usr/local/cuda/bin/nvcc",),
+    "hipcc": ("/opt/rocm/bin/hipcc",),
+}
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "nvcc": (
+        "-O3",
+        "-std=c++17",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+        "--shared",
+        "-Xcompiler=-fPIC",
+        "--threads=0",
+    ),
+    "hipcc": ("-O3", "-std=c++17", "--offload-arch=gfx90a", "-shared", "-fPIC", "-x", "hip"),
+}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A GPU compiler of this machine: ``nvcc`` or ``hipcc``, where it is, and its version text."""
+
+    kind: str
+    path: str
+    version: str
+
+
+def find_compiler(kind: str = "nvcc") -> Compiler | None:
+    """The compiler on the PATH or at its usual place, or None."""
+    path = shutil.which(kind) or next((p for p in _COMPILERS[kind] if os.access(p, os.X_OK)), None)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Compiler(kind, path, done.stdout.strip())
+
+
+def sources(kernels: Path = KERNELS) -> list[Path]:
+    """Translation units and headers, sorted by path. Raises MissingDependencyError where there are none."""
+    found = sorted(path for path in kernels.rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
+    if not any(path.suffix == ".cu" for path in found):
+        raise MissingDependencyError(
+            "the kernel sources are missing", path=kernels, remedy="install loraforge again"
+        )
+    return found
+
+
+@cache
+def source_hash(kernels: Path = KERNELS) -> str:
+    """Hex SHA-256 of the names and contents of the sources."""
+    digest = hashlib.sha256()
+    for path in sources(kernels):
+        digest.update(path.relative_to(kernels).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def library_key(compiler: Compiler, kernels: Path = KERNELS) -> str:
+    """The hash that names a library: sources, flags and compiler version."""
+    parts = {
+        "sources": source_hash(kernels),
+        "flags": _FLAGS[compiler.kind],
+        "compiler": compiler.version,
+    }
+    return sha256_text(canonical_json(parts))
+
+
+def prebuilt() -> Path | None:
+    """The library of the package, where it is whole and of the present sources and flags."""
+    library = PREBUILT
+    record = library.with_suffix(".json")
+    if not library.is_file() or not record.is_file():
+        return None
+    stated = read_json(record)
+    wanted = {
+        "sources": source_hash(),
+        "flags": list(_FLAGS.get(stated.get("kind", ""), ())),
+        "library_sha256": sha256_file(library),
+    }
+    return library if all(stated.get(name) == value for name, value in wanted.items()) else None
+
+
+def find_library(folder: Path = DEFAULT_FOLDER, *, kind: str = "nvcc") -> Path | None:
+    """The library that :func:`build` would return, where it need not be built."""
+    if (ahead := prebuilt()) is not None:
+        return ahead
+    compiler = find_compiler(kind)
+    if compiler is None:
+        return None
+    path = _place(folder, compiler)
+    return path if path.is_file() else None
+
+
+def build(folder: Path = DEFAULT_FOLDER, *, kind: str = "nvcc") -> Path:
+    """The library in ``folder``, built if it is not there.
+
+    Raises MissingDependencyError without a compiler, LoraForgeError with the compiler's first error where the
+    build fails.
+    """
+    if (found := find_library(folder, kind=kind)) is not None:
+        return found
+    compiler = find_compiler(kind)
+    if compiler is None:
+        raise MissingDependencyError(
+            f"the GPU kernels are not built and {kind} is not found",
+            remedy=f"install the toolkit that has {kind} and put it on the PATH, or work on the CPU",
+        )
+    target = _place(folder, compiler)
+    with _locked(target.parent):
+        if not target.is_file():  # another process may have built it while this one waited
+            _compile(compiler, target)
+    return target
+
+
+def build_ahead(*, kind: str = "nvcc") -> Path:
+    """Build into the package, with the record that :func:`prebuilt` checks: for wheels and for machines without
+    a compiler. Raises as :func:`build` does."""
+    compiler = find_compiler(kind)
+    if compiler is None:
+        raise MissingDependencyError(f"{kind} is not found", remedy=f"put {kind} on the PATH")
+    library = PREBUILT
+    _compile(compiler, library)
+    record = {
+        "kind": kind,
+        "sources": source_hash(),
+        "flags": list(_FLAGS[kind]),
+        "compiler": compiler.version.splitlines()[-1],
+        "library_sha256": sha256_file(library),
+    }
+    write_json(library.with_suffix(".json"), record)
+    return library
+
+
+@cache
+def load(folder: Path = DEFAULT_FOLDER, *, kind: str = "nvcc") -> ctypes.CDLL:
+    """Build if need be and load. Raises as :func:`build` does, and LoraForgeError where loading fails."""
+    path = build(folder, kind=kind)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LoraForgeError(
+            f"the GPU kernels do not load ({error})", path=path, remedy="remove the file to build it again"
+        ) from error
+
+
+def state(folder: Path = DEFAULT_FOLDER) -> dict[str, Any]:
+    """What ``loraforge doctor`` says of the kernels: whether they are built, where, and whether they can be."""
+    try:
+        path = find_library(folder)
+        names = [source.name for source in sources() if source.suffix == ".cu"]
+    except LoraForgeError as error:
+        return {"built": False, "path": None, "buildable": False, "sources": [], "problem": str(error)}
+    return {
+        "built": path is not None,
+        "path": None if path is None else str(path),
+        "buildable": find_compiler() is not None,
+        "sources": names,
+        "problem": None,
+    }
+
+
+def _place(folder: Path, compiler: Compiler) -> Path:
+    return Path(folder) / f"libloraforge_factor-{library_key(compiler)[:32]}.so"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    import fcntl  # POSIX only, as the compilers here are
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "build.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock, whatever happened
+
+
+def _compile(compiler: Compiler, target: Path) -> None:
+    units = [str(path) for path in sources() if path.suffix == ".cu"]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fresh = Path(folder) / target.name
+        command = [
+            compiler.path,
+            *_FLAGS[compiler.kind],
+            f"-I{KERNELS / 'include'}",
+            "-o",
+            str(fresh),
+            *units,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            lines = (done.stderr or done.stdout).splitlines()
+            first = next((line for line in lines if "error" in line), f"exit status {done.returncode}")
+            raise LoraForgeError(
+                f"the GPU kernels do not compile: {first.strip()}",
+                path=KERNELS,
+                remedy=f"try another version of {compiler.kind} ({compiler.version.splitlines()[-1]})",
+            )
+        os.replace(fresh, target)
