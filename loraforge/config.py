@@ -121,6 +121,18 @@ def load_config(path: Path) -> RunConfig:
     return parse_config(value, path)
 
 
+def stated_sections(config: RunConfig) -> dict[str, Any]:
+    """The top-level sections that a configuration states, with their defaults: what a bag says of its run.
+
+    A study is handed the sections that it depends on; defaults of the others would say what was not run.
+    """
+    return {
+        name: value
+        for name, value in config.model_dump(mode="json").items()
+        if name in config.model_fields_set
+    }
+
+
 def config_schema() -> dict[str, Any]:
     """JSON schema of :class:`RunConfig`, committed as config/schema.json; a test asserts no drift."""
     return RunConfig.model_json_schema()

@@ -50,7 +50,7 @@ def bag(
     force: Annotated[bool, typer.Option("--force", help="replace a bag of the same day and host")] = False,
 ) -> None:
     """Make a bag at OUT/TARGET/DATE-HOST and print its path."""
-    from loraforge.config import load_config
+    from loraforge.config import load_config, stated_sections
     from loraforge.evidence.bag import date_of, make_bag, parse_run, read_machine
     from loraforge.evidence.machine import describe, packages
     from loraforge.files import sha256_file
@@ -74,7 +74,7 @@ def bag(
         out,
         run,
         records,
-        config=load_config(config).model_dump(mode="json"),
+        config=stated_sections(load_config(config)),
         lock=fleet,
         system=system,
         extra_inputs=stated,

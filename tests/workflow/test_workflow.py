@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -174,13 +175,20 @@ def test_an_edited_stage_runs_again_and_no_other(
 @pytest.mark.usefixtures("drawn")
 def test_one_ablation_runs_alone(snakemake: Callable[..., Run]) -> None:
     changed = ("--config", "recompression={passes: 3}", "--dry-run", "--")
-    assert jobs(snakemake(*changed, "recompression")) == {
-        "write_config",
-        "bench_recompression",
-        "bag_evidence",
-        "plot_live",
-    }
-    assert jobs(snakemake(*changed, "spectra")) <= {"write_config"}
+    assert jobs(snakemake(*changed, "recompression")) == {"bench_recompression", "bag_evidence", "plot_live"}
+    assert jobs(snakemake(*changed, "spectra", "allocation", "quality")) == set()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_changed_key_scores_again_at_once(snakemake: Callable[..., Run], copy: Path) -> None:
+    changed = ("--config", "quality={limit: 5}", "--dry-run", "--")
+    assert jobs(snakemake(*changed, "quality")) == {"evaluate_quality", "bag_evidence", "plot_live"}
+    more = ("--config", "budgets=['1/12','1/4','1/2']", "--dry-run", "--")
+    assert {"allocate_ranks", "bag_evidence", "plot_live"} == jobs(snakemake(*more, "allocation"))
+    bag = (copy / "results/tiny/evidence/quality.bag").read_text().strip()
+    config = json.loads((copy / bag / "data/config.json").read_text())
+    assert config["quality"]["limit"] == 4
+    assert "recompression" not in config
 
 
 @pytest.mark.usefixtures("drawn")

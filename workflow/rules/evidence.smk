@@ -8,12 +8,19 @@ RECORDS = {
     "quality": [f"{RESULTS}/quality.jsonl"],
 }
 
+# sections of the configuration, besides name and fleet, that the records of a study depend on
+DEPENDS = {
+    "spectra": ["factor"],
+    "allocation": ["factor", "policies", "budgets"],
+    "recompression": ["recompression"],
+    "quality": ["factor", "quality"],
+}
+
 
 rule bag_evidence:
     """The records of a study as a BagIt bag with all that explains them; the output holds the bag's path."""
     input:
         records=lambda wildcards: RECORDS[wildcards.study],
-        config=ancient(f"{RESULTS}/config.json"),
     output:
         f"{RESULTS}/evidence/{{study}}.bag",
     log:
@@ -22,6 +29,7 @@ rule bag_evidence:
         "../../envs/core.yaml"
     params:
         lock=LOCK,
+        config=lambda wildcards: section("name", "fleet", *DEPENDS[wildcards.study]),
         protocol=lambda wildcards: (
             "reduced" if ON_GPU and wildcards.study == "quality" else "cpu"
         ),
@@ -33,7 +41,7 @@ rule bag_evidence:
     message:
         "Bag the evidence: {wildcards.study}"
     shell:
-        "loraforge evidence bag {wildcards.study} {params.records} --config {input.config} --fleet {params.lock}"
+        "loraforge evidence bag {wildcards.study} {params.records} --config <(printf %s {params.config:q}) --fleet {params.lock}"
         " --protocol {params.protocol} --out {params.root} --force > {output} 2> >(tee {log} >&2)"
 
 

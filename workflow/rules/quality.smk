@@ -6,13 +6,14 @@ ARMS = [
 
 
 rule evaluate_quality:
-    """Native scores by lm-eval of base, original and compressed adapters; finished arms are never scored twice, lost factors rebuilt."""
+    """Native scores by lm-eval of base, original and compressed adapters; no finished arm is scored twice."""
     input:
         f"{RESULTS}/fleet.verified",
         f"{RESULTS}/factors.jsonl",
-        [f"{RESULTS}/allocation/{policy}_{budget}.json" for policy, budget in ARMS],
+        ranks=[
+            f"{RESULTS}/allocation/{policy}_{budget}.json" for policy, budget in ARMS
+        ],
         base=f"{BASE}/model.safetensors",
-        config=ancient(f"{RESULTS}/config.json"),
     output:
         f"{RESULTS}/quality.jsonl",
     log:
@@ -26,8 +27,8 @@ rule evaluate_quality:
         lock=LOCK,
         method=CONFIG.factor.method,
         base=subpath(input.base, parent=True),
-        results=subpath(input.config, parent=True),
-        settings=section("fleet", "quality"),
+        allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
+        config=section("name", "fleet", "factor", "quality"),
         source=source_digest(
             "quality/arms.py", "quality/harness.py", "quality/metrics.py"
         ),
@@ -35,5 +36,5 @@ rule evaluate_quality:
         "Score adapters with lm-eval"
     shell:
         "(loraforge factor {params.lock} --method {params.method}"
-        " && loraforge eval run --config {input.config} --base {params.base}"
-        " --allocations {params.results}/allocation -o {output}) 2>&1 | tee {log}"
+        " && loraforge eval run --config <(printf %s {params.config:q}) --base {params.base}"
+        " --allocations {params.allocations} -o {output}) 2>&1 | tee {log}"

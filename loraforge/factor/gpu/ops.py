@@ -77,7 +77,8 @@ JACOBI_UPTO = 64
 class Kernels:
     """Our kernels on the current stream of one device, and the vendor's batched EVD where it is found.
 
-    ``eigensolver``: the faster of the two at each order (default), or one of them alone. Raises MissingDependencyError without a compiler or GPU.
+    ``eigensolver``: the faster of the two at each order (default), or one of them alone. Raises
+    MissingDependencyError without a compiler or GPU.
     """
 
     def __init__(
