@@ -1,30 +1,26 @@
 """FlashTSQR on a real GPU against FP64: R, Q, Q R, extremes, layouts, element types, bounds, repeatability, time.
 
-Run as a test (``pytest -m gpu tests/gpu/check_tsqr.py``) or as a script, which also prints timings.
-``LORAFORGE_TSQR_LIBRARY`` names a built library; without it the source is built with nvcc.
+Run as a test (``pytest -m gpu tests/gpu/test_tsqr_kernels.py``) or as a script, which also prints timings.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+
+from loraforge import jit
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GUARD = 256  # elements kept on either side of each output
 CANARY = 12345.0
@@ -32,15 +28,7 @@ CANARY = 12345.0
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    path = os.environ.get("LORAFORGE_TSQR_LIBRARY")
-    if path is None:
-        path = str(Path(tempfile.mkdtemp()) / "libtsqr.so")
-        subprocess.run(
-            f"nvcc -O3 -std=c++17 -arch=sm_90 --shared -Xcompiler -fPIC -I include -o {path} csrc/tsqr.cu".split(),
-            cwd=KERNELS,
-            check=True,
-        )
-    lib = ctypes.CDLL(path)
+    lib = jit.load()
     p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.lf_tsqr_workspace.argtypes = [n, i, i]
     lib.lf_tsqr_workspace.restype = n

@@ -1,6 +1,6 @@
 """Gram, thin-product and Jacobi kernels against FP64 references, and how near they come to their floors.
 
-``pytest tests/gpu/check_gram.py -m gpu`` checks; ``python tests/gpu/check_gram.py`` prints the table of times.
+``pytest tests/gpu/test_gram_kernels.py -m gpu`` checks; ``python tests/gpu/test_gram_kernels.py`` prints the table of times.
 """
 
 from __future__ import annotations
