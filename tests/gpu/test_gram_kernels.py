@@ -1,6 +1,6 @@
 """Gram, thin-product and Jacobi kernels against FP64 references, and how near they come to their floors.
 
-``pytest tests/gpu/test_gram_kernels.py -m gpu`` checks; ``python tests/gpu/test_gram_kernels.py`` prints the table of times.
+Run as a test (``pytest -m gpu tests/gpu/test_gram_kernels.py``) or as a script, which prints a table of times.
 """
 
 from __future__ import annotations
