@@ -81,9 +81,21 @@ def draw(rows: Table, context: style.Context) -> Figure:
         modules = next(int(row["value"] or 0) for row in at if row["panel"] == "modules")
         style.caption(
             figure,
-            context.line(f"{style.plural(len(adapters), 'adapter')}, {style.plural(modules, 'LoRA module')}"),
+            context.line(f"{style.plural(len(adapters), 'adapter')}, {style.plural(modules, 'LoRA module')}")
+            + f"\n{_cells(at, shown, modules)}",
         )
         return figure
+
+
+def _cells(rows: Table, policy: str, modules: int) -> str:
+    """What a cell of the map averages; adapters target different modules, so that cells differ in their number."""
+    text = "(b) a cell averages only those adapters that have the module"
+    at = [row for row in rows if row["policy"] == policy]
+    cells = [row for row in at if row["panel"] == "rank"]
+    placed = {row["kind"] for row in cells} == {row["kind"] for row in at if row["panel"] == "kind"}
+    if not placed:  # some modules lie in no layer, hence in no cell
+        return text
+    return f"{text}: {modules / len(cells):.1f} on average ({modules:,} modules in {style.plural(len(cells), 'cell')})"
 
 
 def _policies(rows: Table) -> list[str]:
@@ -131,7 +143,16 @@ def _adapters(axes: Axes, rows: Table, policies: list[str], adapters: list[str],
     axes.set_ylim(-0.7, len(order) - 0.3)
     axes.set_xlabel(f"Share of the {budget} budget (%)")
     axes.set_title("(a) By adapter")
-    axes.legend(loc="lower right", handletextpad=0.3, handlelength=1.2, borderaxespad=0.2)
+    axes.legend(
+        loc="lower right",
+        handletextpad=0.3,
+        handlelength=1.2,
+        borderaxespad=0.2,
+        frameon=True,  # white, so that grid lines do not strike through the text
+        facecolor="white",
+        edgecolor="none",
+        framealpha=1.0,
+    )
 
 
 def _map(axes: Axes, rows: Table, policy: str, budget: str) -> None:
@@ -149,7 +170,7 @@ def _map(axes: Axes, rows: Table, policy: str, budget: str) -> None:
     axes.set_title(f"(b) Mean retained rank, {style.look_of(policy).label.lower()} at {budget}")
     bar = axes.figure.colorbar(image, ax=axes, pad=0.015, aspect=14)
     bar.outline.set_visible(False)
-    bar.set_label("Rank (mean over adapters)")
+    bar.set_label("Mean rank of the\nadapters that have it")
 
 
 def _kinds(axes: Axes, rows: Table, policies: list[str], budget: str) -> None:
@@ -184,14 +205,20 @@ def _lorenz(axes: Axes, rows: Table, policy: str) -> None:
         tint = number / max(len(budgets) - 1, 1)
         colour = tuple(
             dark + (light - dark) * tint
-            for dark, light in zip((0.04, 0.29, 0.56), (0.52, 0.72, 0.90), strict=True)
+            for dark, light in zip((0.02, 0.16, 0.36), (0.50, 0.74, 0.93), strict=True)
         )
         axes.plot(
             [100 * float(row["x"] or 0.0) for row in curve],
             [100 * float(row["value"] or 0.0) for row in curve],
             color=colour,
             linestyle=lines[number % len(lines)],
-            linewidth=1.4,
+            linewidth=1.1,
+            marker="osD^v"[number % 5],
+            # curves nearly coincide: each has its markers at places of its own
+            markevery=(6 + 5 * number, 20),
+            markersize=4.2,
+            markeredgecolor=style.INK,
+            markeredgewidth=0.4,
             label=f"{budget}: {coefficient:.2f}",
         )
     axes.set_xlim(0, 100)
@@ -202,9 +229,10 @@ def _lorenz(axes: Axes, rows: Table, policy: str) -> None:
     axes.legend(
         loc="upper left",
         title="Budget: Gini",
-        title_fontsize=6.5,
-        fontsize=6.5,
-        borderaxespad=0.1,
+        title_fontsize=6,
+        fontsize=6,
+        borderaxespad=0.0,
         handlelength=2.0,
+        labelspacing=0.35,
     )
     style.grid(axes, "both")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+DEMO = 100  # examples below which scores are too coarse to compare policies
 METRICS = {"exact_match": "exact match", "chrf": "chrF", "field_f1": "field F1"}
 
 
@@ -58,17 +59,24 @@ def draw(rows: Table, context: style.Context) -> Figure:
     """(a) macro score by budget, (b) worst regression by budget, (c) every adapter at the tightest budget."""
     originals = [row for row in rows if (row["panel"], row["arm"], row["budget"]) == ("score", *ORIGINAL)]
     with style.styled():
-        figure = style.new_figure(max(4.4, 1.6 + 0.16 * len(originals)))
-        cells = figure.add_gridspec(2, 2, width_ratios=(1.0, 1.15), height_ratios=(1.15, 1.0))
+        height = max(4.6, 1.8 + 0.155 * len(originals))
+        figure = style.new_figure(height)
+        cells = figure.add_gridspec(3, 2, width_ratios=(1.0, 1.15), height_ratios=(1.0, 1.0, 0.4 / height))
         policies, budgets = _policies(rows), _budgets(rows)
         _macro(figure.add_subplot(cells[0, 0]), rows, policies, budgets)
         _worst(figure.add_subplot(cells[1, 0]), rows, policies, budgets)
-        _adapters(figure.add_subplot(cells[:, 1]), rows, policies, budgets, originals)
+        _adapters(figure.add_subplot(cells[:2, 1]), rows, policies, budgets, originals)
+        _legend(figure.add_subplot(cells[2, :]), policies)
         counts = sorted({int(row["n"] or 0) for row in originals})
         examples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
         style.caption(
             figure,
-            context.line(f"{style.plural(len(originals), 'adapter')}, {examples} test examples each"),
+            context.line(
+                f"{style.plural(len(originals), 'adapter')}, {examples} test examples each"
+                + (" (demo size)" if counts[0] < DEMO else "")
+            )
+            + "\n(a) bars: 95 % paired bootstrap interval, over adapters and examples, of the difference to the"
+            " original adapters.",
         )
         return figure
 
@@ -120,7 +128,6 @@ def _macro(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
             elinewidth=0.9,
             capsize=2.0,
             capthick=0.9,
-            label=look.label,
             zorder=3,
         )
     axes.set_xticks(range(len(budgets)), budgets)
@@ -129,47 +136,43 @@ def _macro(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
     axes.set_xlabel("Budget (share of nominal ranks)")
     axes.set_ylabel("Macro score (points)")
     axes.set_title("(a) Mean over adapters")
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.07),
-        title="bars: 95 % paired bootstrap interval\nof the difference to original",
-        title_fontsize=6,
-        alignment="left",
-        frameon=True,  # white, so that grid lines do not strike through the text
-        facecolor="white",
-        edgecolor="none",
-        framealpha=1.0,
-    )
     style.grid(axes, "y")
 
 
 def _references(axes: Axes, original: Row | None, base: Row | None) -> None:
-    """Lines at the scores of original and base; a base far below the curves becomes a note, not a squeezed scale."""
+    """Limits that fit the curves, a line at the original's score, and a note of the base's, which lies far below."""
     low, high = axes.get_ylim()
-    top = max(high, _number(original) if original else high)
-    room = top - low
-    axes.set_ylim(low - 1.3 * room, top + 0.05 * room)  # the legend lies below the curves
-    for row, name in ((original, "original"), (base, "base")):
-        if row is None:
-            continue
-        look, value = style.ARMS[name], _number(row)
-        if value > axes.get_ylim()[0]:
-            axes.axhline(
-                value,
-                color=look.colour,
-                linestyle=look.line,
-                linewidth=1.1,
-                zorder=1,
-                label=f"{look.label} ({value:.1f})",
-            )
-        else:
-            axes.annotate(
-                f"↓ {look.label} ({value:.1f}), off the scale",
-                (0.01, 0.02),
-                xycoords="axes fraction",
-                fontsize=6.5,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )
+    if original is not None:
+        high = max(high, _number(original))
+    room = max(high - low, 1.0)
+    axes.set_ylim(low - 0.3 * room, high + 0.16 * room)  # room for a note below and one above
+    if original is not None:
+        look = style.ARMS["original"]
+        axes.axhline(_number(original), color=look.colour, linestyle=look.line, linewidth=0.9, zorder=1)
+        axes.annotate(
+            f"original adapters: {_number(original):.1f}",
+            (0.02, _number(original)),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 1.5),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=6.5,
+        )
+    notes = ["bars: 95 % interval of the", "difference to the original"]
+    if base is not None:
+        notes.append(f"↓ base model: {_number(base):.1f}, off the scale")
+    axes.text(
+        0.99,
+        0.02,
+        "\n".join(notes),
+        transform=axes.transAxes,
+        ha="right",
+        va="bottom",
+        fontsize=6,
+        color=style.MUTED,
+        zorder=2,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+    )
 
 
 def _worst(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> None:
@@ -190,7 +193,6 @@ def _worst(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
                 hatch=look.hatch,
                 edgecolor=style.INK,
                 linewidth=0.4,
-                label=look.label if place == 0 else None,
             )
             axes.annotate(
                 f"{int(_number(count))}",
@@ -214,7 +216,7 @@ def _worst(axes: Axes, rows: Table, policies: list[str], budgets: list[str]) -> 
     axes.text(
         0.99,
         0.98,
-        "above a bar: adapters that\nlose more than 5 points (dashed)",
+        "above a bar: how many adapters lose > 5 points\n(dashed line; a loss of exactly 5 does not count)",
         transform=axes.transAxes,
         ha="right",
         va="top",
@@ -250,7 +252,6 @@ def _adapters(axes: Axes, rows: Table, policies: list[str], budgets: list[str], 
         if not scores[arm]:
             continue
         look = style.look_of(arm)
-        label = look.label if arm in ("base", "original") else f"{look.label} at {budget}"
         stroke = arm in ("base", "original")
         axes.plot(
             [scores[arm][name] for name in order if name in scores[arm]],
@@ -258,7 +259,6 @@ def _adapters(axes: Axes, rows: Table, policies: list[str], budgets: list[str], 
             linestyle="none",
             marker=look.marker,
             color=look.colour,
-            label=label,
             markersize=5.5 if stroke else 3.8,
             markeredgewidth=1.1 if stroke else 0.4,
             markeredgecolor=look.colour if stroke else style.INK,
@@ -269,13 +269,43 @@ def _adapters(axes: Axes, rows: Table, policies: list[str], budgets: list[str], 
     axes.set_ylim(-0.7, len(order) - 0.3)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("Score (points of the native metric)")
-    axes.set_title("(c) Each adapter")
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.09),
-        ncols=2,
-        handlelength=1.2,
-        handletextpad=0.3,
-        fontsize=6.5,
-    )
+    axes.set_title(f"(c) Each adapter, policies at {budget}")
     style.grid(axes, "x")
+
+
+def _legend(axes: Axes, policies: list[str]) -> None:
+    """One key for the three panels: marker and line of a policy, and its bar."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[tuple[Line2D | Patch, ...]] = []
+    for arm in ("original", "base", *policies):
+        look = style.look_of(arm)
+        stroke = arm in ("base", "original")
+        line = Line2D(
+            [],
+            [],
+            color=look.colour,
+            linestyle="none",
+            marker=look.marker,
+            markersize=5.5 if stroke else 4,
+            markeredgecolor=look.colour if stroke else style.INK,
+            markeredgewidth=1.1 if stroke else 0.4,
+        )
+        if not stroke:
+            line.set(linestyle=look.line)
+        bar = Patch(facecolor=look.colour, edgecolor=style.INK, hatch=look.hatch, linewidth=0.4)
+        handles.append((line,) if stroke else (line, bar))
+    axes.axis("off")
+    axes.legend(
+        handles,
+        [style.look_of(arm).label for arm in ("original", "base", *policies)],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.4)},
+        loc="center",
+        ncols=len(handles),
+        handlelength=3.4,
+        handletextpad=0.6,
+        columnspacing=1.8,
+        borderaxespad=0.0,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+SHARE = "Share of the nominal rank that\nholds 90 % of the energy (%)"
 
 
 def table(records: Sequence[Spectrum | Timing]) -> Table:
@@ -41,17 +43,32 @@ def table(records: Sequence[Spectrum | Timing]) -> Table:
 def draw(rows: Table, context: style.Context) -> Figure:
     """Left: distribution by module kind. Right: cumulative distribution over modules."""
     with style.styled():
-        figure = style.new_figure(2.75)
+        figure = style.new_figure(3.0)
         left, right = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
         _by_kind(left, rows)
         _cumulative(right, rows)
+        end = min(100.0, 5.0 * math.ceil(1.06 * max(_percent(rows)) / 5.0))
+        left.set_xlim(0, end)
+        right.set_xlim(0, end)
         adapters = len({row["adapter"] for row in rows})
         style.caption(
             figure,
             context.line(f"{style.plural(adapters, 'adapter')}, {style.plural(len(rows), 'LoRA module')}")
-            + "\nEnergy: squared singular values of the update. Box: quartiles; whiskers: 5th and 95th percentiles.",
+            + "\nEnergy: squared singular values of the update. Box: quartiles; whiskers: 5th and 95th percentiles."
+            + f"\n{_pooled(rows)}",
         )
         return figure
+
+
+def _pooled(rows: Table) -> str:
+    """What makes the steps: a share is a whole number of directions out of a module's rank."""
+    ranks = sorted({int(row["rank"] or 0) for row in rows})
+    if len(ranks) == 1:
+        return f"All modules have rank {ranks[0]}, so that shares come in steps of 1/{ranks[0]}."
+    return (
+        f"Modules of ranks {ranks[0]}–{ranks[-1]} are pooled; the share of each comes in steps of 1/rank,"
+        " hence the jumps and equal medians."
+    )
 
 
 def _percent(rows: Table) -> list[float]:
@@ -77,7 +94,7 @@ def _by_kind(axes: Axes, rows: Table) -> None:
     )
     for place, numbers in zip(places, values, strict=True):
         axes.annotate(
-            f"{statistics.median(numbers):.0f} %",
+            f"{statistics.median(numbers):.1f} %",
             (1.0, place),
             xycoords=("axes fraction", "data"),
             xytext=(3, 0),
@@ -100,8 +117,7 @@ def _by_kind(axes: Axes, rows: Table) -> None:
         [f"{style.kind_label(kind)} ({len(numbers):,})" for kind, numbers in zip(kinds, values, strict=True)],
     )
     axes.set_ylim(len(kinds) - 0.5, -0.5)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("Nominal rank for 90 % of energy (%)")
+    axes.set_xlabel(SHARE)
     axes.set_ylabel("Module kind (modules)")
     axes.set_title("(a) By module kind")
     style.grid(axes, "x")
@@ -139,9 +155,8 @@ def _cumulative(axes: Axes, rows: Table) -> None:
         va="top",
         fontsize=7,
     )
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("Nominal rank for 90 % of energy (%)")
+    axes.set_ylim(0, 102)  # the line at 100 % is seen whole
+    axes.set_xlabel(SHARE)
     axes.set_ylabel("Modules at or below (%)")
     axes.set_title("(b) Over all modules")
     axes.legend(loc="lower right")

@@ -115,10 +115,11 @@ class Context:
     date: str
     protocol: str
 
-    def line(self, sample: str) -> str:
-        """The caption line: fleet, what was sampled, machine and date."""
+    def line(self, sample: str, subject: str | None = None) -> str:
+        """The caption line: ``subject`` (the fleet of the run unless given), what was sampled, machine and date."""
         study = "" if self.protocol == "paper" else f" · {self.protocol} protocol"
-        return f"Fleet {self.fleet}: {sample} · {self.device} ({self.host}), {self.date}{study}"
+        of = f"Fleet {self.fleet}" if subject is None else subject
+        return f"{of}: {sample} · {self.device} ({self.host}), {self.date}{study}"
 
 
 @contextmanager

@@ -28,14 +28,37 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "recompression": ({},),
 }
-CASES = [(name, size) for name in FIGURES for size in SIZES[name]]
+SHAPES: dict[str, Any] = {"shapes": ("qwen50", "llama35")}
+CASES = [(name, size) for name in FIGURES for size in SIZES[name]] + [("recompression", SHAPES)]
+SAMPLED = ("florist", "spectral_transform")
 
 
 def made(name: str, size: dict[str, Any]) -> Table:
-    records = TARGETS[name].parse(
-        [json.dumps(record) for record in synthetic.MAKERS[name](**size)], "records"
-    )
-    return from_csv(to_csv(table_of(name, records)), "table")
+    records = shape_fleets(*size["shapes"]) if "shapes" in size else synthetic.MAKERS[name](**size)
+    parsed = TARGETS[name].parse([json.dumps(record) for record in records], "records")
+    return from_csv(to_csv(table_of(name, parsed)), "table")
+
+
+def shape_fleets(*fleets: str) -> list[dict[str, Any]]:
+    """A benchmark as on a GPU: two fleets, pairwise methods timed on 100 matrices, one method without stages."""
+    found = []
+    for seed, fleet in enumerate(fleets):
+        for record in synthetic.recompression(12_000, seed):
+            item = record | {"fleet": fleet}
+            if "record" not in item and item["method"] in SAMPLED:
+                item["n"] = 100
+            found.append(item)
+            if item["method"] == "gram":
+                deferred = {"max_spectrum_error": 0.0} if "record" in item else {}
+                found.append(item | {"method": "gram_deferred_uniform"} | deferred)
+                untimed = {} if "record" in item else {"stages": {}}
+                found.append(item | {"method": "gram_streams"} | untimed)
+    return found
+
+
+def words_of(name: str, table: Table, tmp_path: Path) -> str:
+    style.save(module_of(name).draw(table, CONTEXT), tmp_path / "f.svg", tmp_path / "f.png")
+    return " ".join(ET.parse(tmp_path / "f.svg").getroot().itertext())
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -51,10 +74,7 @@ def test_same_table_gives_the_same_bytes(name: str, size: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_stays_text_and_says_n_host_and_date(name: str, tmp_path: Path) -> None:
-    style.save(
-        module_of(name).draw(made(name, SIZES[name][0]), CONTEXT), tmp_path / "f.svg", tmp_path / "f.png"
-    )
-    words = " ".join(ET.parse(tmp_path / "f.svg").getroot().itertext())
+    words = words_of(name, made(name, SIZES[name][0]), tmp_path)
     assert "Fleet smol: " in words
     assert "(cpu2), 2026-11-29 · cpu protocol" in words
     assert ("1,234 matrices" if name == "recompression" else "24 adapters") in words
@@ -170,6 +190,77 @@ def test_recompression_stages_add_up_to_the_median_pass() -> None:
         assert sum(float(row["value"] or 0) for row in rows if row["panel"] == "stage") == pytest.approx(
             total
         )
+
+
+def test_sampled_methods_are_extrapolated_and_never_among_the_measured() -> None:
+    table = made("recompression", SHAPES)
+    measured = {str(row["method"]) for row in table if row["panel"] == "seconds"}
+    for fleet in SHAPES["shapes"]:
+        for method in SAMPLED:
+            rows = {row["panel"]: row for row in table if row["method"] == f"{fleet}.{method}"}
+            assert f"{fleet}.{method}" not in measured
+            assert float(rows["extrapolated"]["value"] or 0) == pytest.approx(
+                float(rows["sample"]["value"] or 0) * 12_000 / 100
+            )
+            assert rows["extrapolated"]["n"] == 100
+            assert rows["sample"]["n"] == 3
+    assert not [row for row in made("recompression", {}) if row["panel"] in ("sample", "extrapolated")]
+
+
+def test_shape_fleets_and_samples_say_what_they_are(tmp_path: Path) -> None:
+    words = words_of("recompression", made("recompression", SHAPES), tmp_path)
+    assert "Shape fleets: qwen50 (12,000 matrices), llama35 (12,000 matrices)" in words
+    assert "Synthetic factors with measured spectra, drawn from those of fleet smol" in words
+    assert words.count(", from 100") == 4
+    assert words.count("stages not timed") == 2
+    assert "exactly 0" in words
+    assert "extrapolated from a sample" in words
+    assert "extrapolated" not in words_of("recompression", made("recompression", {}), tmp_path)
+
+
+def test_methods_whose_ranges_overlap_are_tied_and_not_ranked(tmp_path: Path) -> None:
+    table = made("recompression", {})
+    gram = next(row for row in table if (row["panel"], row["method"]) == ("seconds", "gram"))
+    fraq = next(row for row in table if (row["panel"], row["method"]) == ("seconds", "fraq"))
+    assert "(tie)" not in words_of("recompression", table, tmp_path)
+    fraq["low"], fraq["value"], fraq["high"] = gram["high"], float(gram["high"] or 0) * 1.4, 99.0
+    assert words_of("recompression", table, tmp_path).count("(tie)") == 1
+
+
+def test_small_evaluations_are_called_demos(tmp_path: Path) -> None:
+    small = made("quality", {"adapters": 1, "examples": 10, "budgets": ("1/12",)})
+    large = made("quality", {"adapters": 1, "examples": 100, "budgets": ("1/12",)})
+    assert "10 test examples each (demo size)" in words_of("quality", small, tmp_path)
+    assert "demo size" not in words_of("quality", large, tmp_path)
+
+
+def test_macro_scale_fits_the_curves_and_notes_the_base(tmp_path: Path) -> None:
+    table = made("quality", SIZES["quality"][0])
+    axes = module_of("quality").draw(table, CONTEXT).axes[0]
+    macro = {
+        (row["arm"], row["budget"]): float(row["value"] or 0) for row in table if row["panel"] == "macro"
+    }
+    shown = [macro["original", "1"]] + [
+        macro["original", "1"] + float(row[name] or 0)
+        for row in table
+        if row["panel"] == "delta" and row["arm"] != "base"
+        for name in ("low", "high")
+    ]
+    low, high = axes.get_ylim()
+    assert low < min(shown)
+    assert max(shown) < high
+    assert high - low < 2 * (max(shown) - min(shown))
+    assert macro["base", "0"] < low
+    assert f"base model: {macro['base', '0']:.1f}, off the scale" in words_of("quality", table, tmp_path)
+
+
+def test_spectra_share_one_scale_that_fits_and_name_the_ranks(tmp_path: Path) -> None:
+    table = made("spectra", SIZES["spectra"][0])
+    axes = module_of("spectra").draw(table, CONTEXT).axes
+    most = max(100 * float(row["fraction"] or 0) for row in table)
+    assert axes[0].get_xlim() == axes[1].get_xlim()
+    assert most < axes[0].get_xlim()[1] <= min(100, 1.06 * most + 5)
+    assert "Modules of ranks 16–64 are pooled" in words_of("spectra", table, tmp_path)
 
 
 def test_unknown_figure() -> None:
