@@ -40,22 +40,28 @@ rule plot_committed:
 
 
 rule document_figures:
-    """The figure that the README shows, from the committed evidence; no target's input."""
+    """The figures that the README shows, from the committed evidence; no target's input."""
     input:
-        lambda wildcards: f"{EVIDENCE['quality', 'h200']}/tagmanifest-sha256.txt",
+        expand("docs/figures/{study}.svg", study=["quality", "recompression"]),
+
+
+rule plot_documented:
+    """A figure of the README."""
+    input:
+        lambda wildcards: f"{EVIDENCE[wildcards.study, 'h200']}/tagmanifest-sha256.txt",
     output:
-        multiext("docs/figures/quality", ".csv", ".svg", ".png", ".json"),
+        multiext("docs/figures/{study}", ".csv", ".svg", ".png", ".json"),
     log:
-        f"{RESULTS}/logs/document_figures.log",
+        f"{RESULTS}/logs/plot_documented_{{study}}.log",
     conda:
         "../../envs/core.yaml"
     params:
         bag=subpath(input[0], parent=True),
         folder=subpath(output[0], parent=True),
     message:
-        "Draw the figure of the README"
+        "Draw {wildcards.study} for the README"
     shell:
-        "loraforge figure quality --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
+        "loraforge figure {wildcards.study} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
 
 
 rule spectra:
