@@ -12,29 +12,186 @@ What follows `--` goes to snakemake or pytest. Standard library only: it runs be
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
-PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+BIN = VENV / "bin"
+PYTHON = BIN / "python"
+STATE = ROOT / ".snakemake"
+GRACE_S = 30.0  # for what outlives its parent to clean up, before it is killed
 
 
 def say(message: str) -> None:
     print(f"==> {message}", flush=True)
 
 
-def call(*command: str | Path, **options: object) -> None:
-    """Run a command; on failure exit with its code, since its own output has said why."""
-    code = subprocess.call([str(part) for part in command], cwd=ROOT, **options)  # type: ignore[call-overload]
+def interrupted(number: int) -> NoReturn:
+    say("interrupted; run the same command again to resume")
+    sys.exit(128 + number)
+
+
+def call(
+    *command: str | Path, env: Mapping[str, str] | None = None, keep: Sequence[int] = (), count: int = 0
+) -> None:
+    """Run a command to its end; on failure exit with its code, since its own output has said why.
+
+    It has a process group of its own, to which every signal goes on: a terminal, a scheduler and `kill` then end
+    it alike, and nothing that it started outlives it. It is waited for, so that it can release its locks. ``keep``
+    are descriptors that it inherits; ``count``, the packages that it is about, where it is pip.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGTSTP:
+            received.append(number)
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)  # what follows runs once this is in the foreground again
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+    before = {  # what is ignored stays so: SIGHUP under nohup
+        number: signal.signal(number, forward)
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=env,
+            pass_fds=keep,
+            process_group=0,
+            stdout=subprocess.PIPE if count else None,
+        )
+        for number in received:  # while it was being started
+            forward(number, None)
+        swallowed = count_packages(process, count) if count else ()
+        code = process.wait()
+        end_group(process.pid)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        interrupted(received[0])
     if code:
+        for line in swallowed:
+            print(line, end="")
         say(f"failed (exit code {code}): {' '.join(str(part) for part in command)}")
-        sys.exit(code)
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of the group is left; one that has ended and that nobody waits for is not."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # macOS says so of processes that have ended
+        return False
+    states = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _parent, of = file.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group:
+                states.append(state)
+    return any(state not in "ZX" for state in states) if states else not Path("/proc/self").exists()
+
+
+def end_group(group: int) -> None:
+    """End what a command left running, first politely."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        if not group_lives(group):
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+        while group_lives(group) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def count_packages(process: subprocess.Popen[bytes], total: int) -> Sequence[str]:
+    """Show pip's progress as a line every ten packages, and give its last lines; its errors come by stderr, whole."""
+    last: deque[str] = deque(maxlen=20)
+    done = 0
+    assert process.stdout is not None
+    for raw in process.stdout:
+        line = raw.decode(errors="replace")
+        last.append(line)
+        if line.startswith(("Collecting ", "Requirement already satisfied: ")):
+            done += 1
+            if done % 10 == 0 or done == total:
+                say(f"  {done} of {total} packages collected")
+        elif line.startswith("Installing collected packages: "):
+            say(f"  installing {line.count(',') + 1} packages")
+    return last
+
+
+@contextmanager
+def only_one(name: str) -> Iterator[int]:
+    """Hold the lock ``name`` of this checkout and yield its descriptor; exit where another run holds it.
+
+    A process that inherits the descriptor holds the lock too, so that a killed run leaves it to its snakemake.
+    """
+    STATE.mkdir(exist_ok=True)
+    handle = os.open(STATE / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(
+                f"another run of scripts/run.py is at work on '{name}' in this checkout; wait for it, or end it"
+            )
+            sys.exit(1)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def at_work() -> list[int]:
+    """Processes of snakemake and loraforge, started by hand too, whose folder is this checkout."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            names = {os.path.basename(word) for word in words[:4]}
+            if names & {b"snakemake", b"loraforge"} and (folder / "cwd").resolve() == ROOT:
+                found.append(int(folder.name))
+    return found
+
+
+def unlock(rest: Sequence[str], env: Mapping[str, str]) -> None:
+    """Remove the lock that a killed snakemake left, once nothing is at work here."""
+    if not any((STATE / "locks").glob("*.lock")):
+        return
+    if not Path("/proc/self").exists():
+        return  # who is at work cannot be told here; snakemake says what to do
+    if busy := at_work():
+        say(
+            f"snakemake or a job of it is at work in this checkout (process {busy[0]}); wait for it, or end it"
+        )
+        sys.exit(1)
+    say("removing the lock that a killed run left")
+    call(PYTHON, "-m", "snakemake", "--cores", "all", "--unlock", *rest, env=env)
 
 
 def digest(*files: Path) -> str:
@@ -62,19 +219,26 @@ def set_up(lock_name: str) -> None:
     wanted = digest(lock, torch, ROOT / "pyproject.toml")
     if stamp.is_file() and stamp.read_text() == wanted:
         return
+    with only_one("setup"):
+        install(lock, torch)
+        stamp.write_text(wanted)
+
+
+def install(lock: Path, torch: Path) -> None:
     started = time.monotonic()
     if not has_pip():
         say("creating .venv")
         call(sys.executable, "-m", "venv", VENV)
-    pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off")
+    options = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
+    pip = (PYTHON, "-m", "pip", "install", *options)
     say("environment 1/3: torch")
     call(*pip, "-q", "-r", torch)
     say(f"environment 2/3: {lock.relative_to(ROOT)} (hash-checked)")
-    call(*pip, "--no-deps", "--require-hashes", "-r", lock)
+    packages = len(re.findall(r"^[\w.\-\[\]]+==", lock.read_text(), re.MULTILINE))
+    call(*pip, "--no-deps", "--require-hashes", "-r", lock, count=packages)
     say("environment 3/3: loraforge, from this checkout")
     call(*pip, "-q", "--no-deps", "--no-build-isolation", "-e", ".")
     call(PYTHON, "-m", "pip", "--disable-pip-version-check", "check")
-    stamp.write_text(wanted)
     say(
         f"environment ready in {time.monotonic() - started:.0f} s; activate it with: source .venv/bin/activate"
     )
@@ -95,15 +259,18 @@ def main() -> None:
     }
     if asked.job == "figures":
         started = time.monotonic()
-        call(PYTHON, "-m", "snakemake", "--cores", "all", "figures", *asked.rest, env=environment)
+        with only_one("figures") as handle:
+            unlock(asked.rest, environment)
+            command = (PYTHON, "-m", "snakemake", "--cores", "all", "figures", *asked.rest)
+            call(*command, env=environment, keep=(handle,))
         say(f"figures done in {time.monotonic() - started:.0f} s")
     elif asked.job == "test":
-        call(PYTHON, "-m", "pytest", *asked.rest, env=environment)
+        os.chdir(ROOT)
+        os.execve(PYTHON, [str(PYTHON), "-m", "pytest", *asked.rest], environment)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
-        say("interrupted; run the same command again to resume")
-        sys.exit(130)
+    except KeyboardInterrupt:  # between two commands
+        interrupted(signal.SIGINT)
