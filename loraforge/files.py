@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from loraforge.errors import InputError, LoraForgeError, OutputError
 
 _CHUNK = 1 << 20
+_STARTED = time.time()  # of this process, nearly
 
 
 def sha256_file(path: Path) -> str:
@@ -46,9 +50,11 @@ def pretty_json(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises InputError that names the file and the line of a syntax error."""
+    """Parse a JSON file. Raises InputError that names the file and the line of a syntax error, or the key of a
+    text that holds half a character (a lone surrogate), which could be written nowhere."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        value = json.loads(text)
     except FileNotFoundError as error:
         raise InputError("file not found", path=path) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -60,6 +66,29 @@ def read_json(path: Path) -> Any:
         RecursionError,
     ) as error:  # an integer of thousands of digits, nesting of thousands of levels
         raise InputError(f"not JSON that can be read ({error})", path=path) from error
+    if re.search(r"\\u[dD][89a-fA-F]", text) and (key := _half_character(value)) is not None:
+        raise InputError(
+            "holds half a character (a lone surrogate)",
+            path=path,
+            key=key or None,
+            remedy="write that text anew",
+        )
+    return value
+
+
+def _half_character(value: Any, key: str = "") -> str | None:
+    """The dotted key of a text that is not valid Unicode, or None."""
+    if isinstance(value, str):
+        return key if any("\ud800" <= character <= "\udfff" for character in value) else None
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        if any(_half_character(name) is not None for name in value):
+            return key
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    inner = (_half_character(item, f"{key}.{name}" if key else str(name)) for name, item in items)
+    return next((found for found in inner if found is not None), None)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -145,15 +174,19 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
     """Give a new temporary folder beside ``path``; put it in place as a whole on success.
 
     An existing folder that is not empty is refused (OutputError) unless ``force``; with ``force`` it is
-    replaced only once the new one is complete. Nothing remains of a run that fails.
+    replaced only once the new one is complete. Nothing remains of a run that fails; what a killed one left
+    beside ``path`` goes with the next.
     """
     path = Path(path)
     place = path.resolve()  # what a link points to is replaced, not the link
     temporary: Path | None = None
+    lock: int | None = None
     try:
         refuse_non_empty(path, force=force)
         place.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(place)
         temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
+        lock = _lock_folder(temporary)
         os.chmod(temporary, 0o755)
         yield temporary
         _put_in_place(temporary, place)
@@ -163,6 +196,34 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Lock a folder until the descriptor is closed, by its process's death too; None where it is locked already,
+    or where the file system locks no folders."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(place: Path) -> None:
+    """Remove the temporary folders of ``place`` whose processes are gone: unlocked, and older than this one."""
+    ours = re.compile(rf"\.{re.escape(place.name)}\.[a-z0-9_]{{8}}\.tmp")  # as mkdtemp names them
+    for folder in place.parent.iterdir():
+        if not ours.fullmatch(folder.name):
+            continue
+        with suppress(OSError):  # gone meanwhile, or another user's
+            if folder.is_symlink() or not folder.is_dir() or folder.stat().st_mtime >= _STARTED:
+                continue
+            if (lock := _lock_folder(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _put_in_place(new: Path, place: Path) -> None:
@@ -189,6 +250,21 @@ def refuse_non_empty(path: Path, *, force: bool) -> None:
             raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
     elif path.exists():
         raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raise OutputError where no file can be put at ``path``, so that this is known before any work.
+
+    Writes nothing. That a disk fills up while the work goes on cannot be known.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise OutputError("is a folder", path=path, remedy="name a file in it")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is not a folder", path=path, remedy="choose another output")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise output_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), path)
 
 
 def refuse_to_replace(path: Path, kept: Iterable[Path]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,36 @@ def test_json_beyond_what_python_reads(tmp_path: Path, text: str) -> None:
     for read in (read_json, lambda path: list(read_jsonl(path))):
         with pytest.raises(InputError, match="not JSON that can be read"):
             read(path)
+
+
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_folder\n"
+        "with atomic_folder(Path(sys.argv[1])) as temporary:\n"
+        "    (temporary / 'half').touch()\n    print(temporary, flush=True)\n    sys.stdin.read()\n"
+    )
+    out = tmp_path / "out"
+
+    def start() -> tuple[subprocess.Popen[str], Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        temporary = Path(process.stdout.readline().strip())
+        old = time.time() - 3600
+        os.utime(temporary, (old, old))
+        return process, temporary
+
+    live, kept = start()
+    dead, left = start()
+    dead.kill()
+    dead.wait()
+    other = tmp_path / ".out.b.abcdefgh.tmp"  # of another output, out.b
+    other.mkdir()
+    os.utime(other, (0, 0))
+    assert left.is_dir()
+    with atomic_folder(out) as temporary:
+        (temporary / "whole").touch()
+    assert names(tmp_path) == sorted([kept.name, other.name, "out"])
+    live.kill()
+    live.wait()
