@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraforge.allocate.allocation import allocation_file
-from loraforge.allocate.budget import Budget
+from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import allocate, problem_of
 from loraforge.config import Layout, Policy
 from loraforge.export.manifest import Manifest
@@ -18,7 +18,7 @@ from loraforge.files import refuse_non_empty, refuse_to_replace
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.peft_io import Adapter
 from loraforge.fleet.source import open_source
-from loraforge.progress import Timer
+from loraforge.progress import Timer, say
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def compress(
         allocation = allocate(problem, policy, budget, bytes_per_parameter=width or widest(fleet))
         chosen = allocation_file(fleet_name(source), problem, allocation)
     seconds["allocate"] = timer.s
+    if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
+        say(warning)
     factors = dict(zip((adapter.name for adapter in fleet), cached, strict=True))
     with Timer() as timer:
         manifest = export_fleet(

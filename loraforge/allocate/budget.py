@@ -81,6 +81,22 @@ def ceiling(budget: Budget, rank: Ints, cost: Ints, *, bytes_per_parameter: int 
     return Ceiling(params, fraction, uniform(rank, fraction))
 
 
+def floor_warning(budget: Budget, limit: Ceiling, rank: Ints, cost: Ints) -> str | None:
+    """One line where the floor of one direction a module keeps over 10 % more than the fraction asked for.
+
+    C(d) = sum of max(1, floor(r d)) c exceeds d sum of r c only by that floor; parameters and bytes are ceilings
+    that hold. ``limit`` is that of ``budget`` for these modules (int64 [M] both).
+    """
+    whole = int(rank @ cost)
+    asked = budget.amount * whole
+    if budget.kind != "fraction" or limit.params * 10 <= asked * 11:
+        return None
+    return (
+        f"warning: --budget {budget.value} of {whole:,} parameters is {int(asked):,} ({float(budget.amount):.2%}), but "
+        f"one direction in each module is the least: up to {limit.params:,} ({limit.params / whole:.2%}) are kept"
+    )
+
+
 def _fraction(text: str) -> Fraction:
     try:
         value = Fraction(text)

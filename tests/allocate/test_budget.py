@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraforge.allocate.budget import ceiling, parse_budget
+from loraforge.allocate.budget import ceiling, floor_warning, parse_budget
 from loraforge.allocate.uniform import largest_fraction, uniform
 from loraforge.errors import BudgetError, UsageError
 from loraforge.fleet.shapes import shape_fleet
@@ -129,3 +129,18 @@ def test_largest_fraction_is_the_largest(shapes: list[tuple[int, int]], limit: i
     assert found == (fitting[-1] if fitting else None)
     if found is None:
         assert cost.sum() > limit
+
+
+@pytest.mark.parametrize(
+    ("budget", "warned"),
+    [("1/4", False), ("1/8", False), ("10/88", False), ("1/9", True), ("1/100", True), (100, False)],
+)
+def test_a_floor_that_binds_is_said(budget: str | int, warned: bool) -> None:
+    rank, cost = np.array([8, 8]), np.array([100, 50])
+    wanted = parse_budget(budget) if isinstance(budget, str) else parse_budget(params=1000)
+    limit = ceiling(wanted, rank, cost)
+    warning = floor_warning(wanted, limit, rank, cost)
+    assert (warning is not None) == warned
+    if warning is not None:
+        assert "of 1,200 parameters" in warning
+        assert "up to 150 (12.50%) are kept" in warning
