@@ -6,14 +6,21 @@ Exit codes: 0 done, 1 a check failed (an audit's claim, a training run, the acce
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
+from loraforge import __version__
 from loraforge.errors import LoraForgeError
 
 # name -> (module, help line); each module has an ``app`` (a typer.Typer with subcommands or one callback)
@@ -70,8 +77,18 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"loraforge {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="print the version and exit")
+    ] = False,
+) -> None:
     """Compress a fleet of LoRA adapters under one shared budget."""
 
 
@@ -80,11 +97,31 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+@contextmanager
+def _whole_output() -> Iterator[None]:
+    """Raise OutputError where standard output does not take all that was printed (a full disk)."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # every file is written through loraforge.files, which translates its errors: this is the stream
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        from loraforge.files import output_error
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
+        raise output_error(error, Path("standard output")) from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(args=arguments, prog_name="loraforge", standalone_mode=True)
+        with _whole_output():
+            app(args=arguments, prog_name="loraforge", standalone_mode=True)
     except LoraForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 import typer
-
-from loraforge.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -37,26 +35,32 @@ def allocate(
     ] = None,
 ) -> None:
     """Choose the retained rank of every module; factorise what the cache lacks."""
+    from loraforge.allocate.budget import floor_warning, parse_budget
+    from loraforge.export.options import DTYPES, parse_dtype, parse_method, parse_policy
+    from loraforge.files import refuse_unwritable, write_jsonl
+
+    # everything that the command line alone can get wrong, before torch is imported
+    wanted = parse_budget(budget, params=params, bytes_=bytes_)
+    chosen_policy, chosen_method = parse_policy(policy), parse_method(method)
+    width = DTYPES[parse_dtype(dtype)]
+    for path in (out, records):
+        if path is not None:
+            refuse_unwritable(path)
+
     from loraforge.allocate.allocation import allocation_file, save_allocation
-    from loraforge.allocate.budget import parse_budget
     from loraforge.allocate.policy import allocate as choose
     from loraforge.allocate.policy import allocation_records, problem_of
-    from loraforge.config import Method, Policy
+    from loraforge.compress import widest
     from loraforge.factor.cache import factorise_fleet
-    from loraforge.files import write_jsonl
     from loraforge.fleet.lock import fleet_name
     from loraforge.fleet.source import open_source
     from loraforge.progress import say
 
-    wanted = parse_budget(budget, params=params, bytes_=bytes_)
-    chosen_policy: Policy = _one_of(policy, "--policy", get_args(Policy))
-    chosen_method: Method = _one_of(method, "--method", get_args(Method))
-    sizes = {"bfloat16": 2, "float16": 2, "float32": 4, "source": 0}
-    width = sizes[_one_of(dtype, "--dtype", tuple(sizes))]
     fleet = open_source(source)
     problem = problem_of(factorise_fleet(fleet, cache, method=chosen_method))
-    width = width or max(module.dtype.itemsize for adapter in fleet for module in adapter.modules)
-    chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width, k_max=k_max)
+    chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width or widest(fleet), k_max=k_max)
+    if warning := floor_warning(wanted, chosen.ceiling, problem.rank, problem.cost):
+        say(warning)
     save_allocation(allocation_file(fleet_name(source), problem, chosen), out)
     if records is not None:
         write_jsonl(records, allocation_records(problem, chosen))
@@ -64,11 +68,3 @@ def allocate(
         f"{out}: {policy} at {wanted}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
         f"{chosen.retained_energy:.1%} of the energy, ranks {chosen.k.min()} to {chosen.k.max()}"
     )
-
-
-def _one_of(text: str, option: str, allowed: tuple[str, ...]) -> Any:
-    if text not in allowed:
-        raise UsageError(
-            f"unknown {option[2:]} {text!r}", key=option, remedy=f"choose from {', '.join(allowed)}"
-        )
-    return text

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loraforge.errors import UsageError
+from loraforge.errors import InputError, UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -120,6 +120,8 @@ def index(
     """Write the index of a root of bags, or check it."""
     from loraforge.evidence.index import problems, write_index
 
+    if not root.is_dir():  # a misspelt root has no bags to index, rather than none
+        raise InputError("folder not found", path=root, remedy="name a folder of evidence bags")
     if not check:
         typer.echo(write_index(root))
         return

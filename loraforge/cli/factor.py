@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraforge.errors import UsageError
-
 if TYPE_CHECKING:
     from loraforge.factor.cache import CachedAdapter
 
@@ -26,17 +24,17 @@ def factor(
     workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
+    from loraforge.export.options import parse_method
+    from loraforge.files import refuse_unwritable, write_jsonl
+
+    chosen = parse_method(method)
+    if records is not None:
+        refuse_unwritable(records)
+
     from loraforge.factor.cache import factorise_fleet
-    from loraforge.factor.engine import METHODS
-    from loraforge.files import write_jsonl
     from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
-    chosen = next((known for known in METHODS if known == method), None)
-    if chosen is None:
-        raise UsageError(
-            f"unknown method {method!r}", key="--method", remedy=f"choose from {', '.join(METHODS)}"
-        )
     fleet = open_source(source)
     with Timer() as timer:
         cached = factorise_fleet(fleet, cache, method=chosen, workers=workers)

@@ -35,13 +35,15 @@ def inspect(
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # a file has no width: fold nothing that 80 columns would
         console = Console(highlight=False, markup=False, width=160)
-    console.print(
+    for line in (
         f"{fleet.name} on {fleet.base_model or 'an unnamed base model'}: {fleet.policy} at {_budget(fleet.budget)}, "
-        f"rank floor {fleet.floor}, {fleet.spent:,} of {fleet.budget.params:,} parameters (slack {fleet.slack:,}), "
+        f"rank floor {fleet.floor}",
+        f"{fleet.spent:,} of {fleet.budget.params:,} parameters (slack {fleet.slack:,}), "
         f"{fleet.retained_energy:.1%} of the energy",
-        soft_wrap=True,
-    )
-    console.print(_adapters(manifest))
+    ):
+        console.print(line, soft_wrap=not console.is_terminal)
+    console.print(_ranks(manifest))
+    console.print(_sizes(manifest))
     if worst:
         console.print(_worst(manifest, worst))
 
@@ -50,23 +52,45 @@ def _budget(budget: BudgetEntry) -> str:
     return budget.value if budget.kind == "fraction" else f"{budget.value} {budget.kind}"
 
 
-def _adapters(manifest: Manifest) -> Table:
+def _table(title: str, names: tuple[str, ...], numbers: tuple[str, ...], caption: str | None = None) -> Table:
+    """A table whose names fold and whose numbers do not, narrow enough for 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(caption="ranks: least / median / most; energy: least / median over modules")
-    table.add_column("adapter", overflow="fold", min_width=8)
-    for title in ("modules", "ranks", "of", "energy", "parameters", *manifest.fleet.layouts):
-        table.add_column(title, justify="right")
+    table = Table(title=title, caption=caption, box=box.SIMPLE, title_justify="left", caption_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold", min_width=8)
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table
+
+
+def _ranks(manifest: Manifest) -> Table:
+    table = _table(
+        "ranks and energy",
+        ("adapter",),
+        ("modules", "ranks", "of", "energy"),
+        "ranks: least / median / most; energy: least / median over modules",
+    )
     for name, adapter in manifest.adapters.items():
         ranks = [module.k for module in adapter.modules.values()]
         energy = [module.certificate.retained_energy for module in adapter.modules.values()]
-        share = adapter.compact_parameters / adapter.original_parameters
         table.add_row(
             name,
             str(len(ranks)),
             f"{min(ranks)} / {median(ranks):g} / {max(ranks)}",
             str(max(module.r for module in adapter.modules.values())),
             f"{min(energy):.1%} / {median(energy):.1%}",
+        )
+    return table
+
+
+def _sizes(manifest: Manifest) -> Table:
+    table = _table("sizes", ("adapter",), ("parameters", *manifest.fleet.layouts))
+    for name, adapter in manifest.adapters.items():
+        share = adapter.compact_parameters / adapter.original_parameters
+        table.add_row(
+            name,
             f"{adapter.compact_parameters:,} ({share:.1%})",
             *(_bytes(adapter, layout) for layout in manifest.fleet.layouts),
         )
@@ -79,13 +103,12 @@ def _bytes(adapter: AdapterEntry, layout: Layout) -> str:
 
 
 def _worst(manifest: Manifest, count: int) -> Table:
-    from rich.table import Table
-
-    table = Table(title="least retained energy")
-    for title in ("adapter", "module"):
-        table.add_column(title, overflow="fold")
-    for title in ("rank", "energy", "relative error"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table(
+        "least retained energy",
+        ("adapter", "module"),
+        ("rank", "energy", "error"),
+        "error: Frobenius norm lost by truncation, over that of the original update",
+    )
     modules = [
         (module.certificate.retained_energy, adapter, name, module)
         for adapter, entry in manifest.adapters.items()

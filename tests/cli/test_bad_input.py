@@ -176,6 +176,27 @@ def test_config_that_is_not_json(good: Path, refused: Refusal) -> None:
     refused(good, code=3, message=f"{good}/adapter_config.json: not valid JSON at line 2: {{...}}")
 
 
+def test_half_a_character_in_a_name(good: Path, refused: Refusal) -> None:
+    edit_config(good, base_model_name_or_path="tiny/\ud800")
+    refused(
+        good,
+        code=3,
+        message=f"{good}/adapter_config.json: base_model_name_or_path: holds half a character (a lone surrogate); "
+        "write that text anew",
+    )
+
+
+def test_a_budget_below_one_direction_a_module_is_said(good: Path, tmp_path: Path) -> None:
+    for command in ("compress", "allocate"):
+        arguments = (command, good, "--cache", tmp_path / "cache", "--out", tmp_path / command)
+        done = run(*arguments, "--budget", "1/500")
+        assert done.returncode == 0, done.stderr
+        assert (
+            "warning: --budget 1/500 of 896 parameters is 1 (0.20%), but one direction in each module is the least: "
+            "up to 224 (25.00%) are kept\n"
+        ) in done.stderr
+
+
 def test_factors_that_disagree(good: Path, refused: Refusal) -> None:
     edit_tensors(good, B=torch.ones(32, 3))
     refused(

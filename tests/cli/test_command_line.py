@@ -15,6 +15,7 @@ import pytest
 import typer
 from adapter_folders import MakeAdapter
 
+from loraforge import __version__
 from loraforge.cli import app, main
 
 
@@ -48,6 +49,40 @@ def test_help_reads_alike(
 def test_every_command_is_covered() -> None:
     assert ("fleet", "train") in ALL
     assert len(ALL) > 20
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"loraforge {__version__}\n"
+
+
+def test_an_index_of_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["evidence", "index", str(tmp_path / "nodir")])
+    assert caught.value.code == 3
+    assert "nodir: folder not found; name a folder of evidence bags" in capsys.readouterr().err
+    assert not (tmp_path / "nodir").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (".", ": is a folder; name a file in it"),
+        ("fleet/adapter_config.json/k", "adapter_config.json is not a folder; "),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_work(
+    tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str], out: str, message: str
+) -> None:
+    make_adapter(tmp_path / "fleet")
+    arguments = ("--budget", "1/2", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / out))
+    with pytest.raises(SystemExit) as caught:
+        main(["allocate", str(tmp_path / "fleet"), *arguments])
+    assert caught.value.code == 5
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         for path, module in adapter["modules"].items()
     ]
     for name, adapter in manifest["adapters"].items():
-        row = next(line for line in shown.splitlines() if name in line)
+        row = " ".join(line for line in shown.partition("least retained")[0].splitlines() if name in line)
         ranks = sorted(module["k"] for module in adapter["modules"].values())
         assert f"{ranks[0]} / {(ranks[1] + ranks[2]) / 2:g} / {ranks[-1]}" in row
         assert f"{sum(m['compact_parameters'] for m in adapter['modules'].values()):,} (" in row
@@ -83,7 +84,32 @@ def test_names_and_budgets_are_shown_as_they_are(
     assert run("inspect", out) == 0
     shown = capsys.readouterr().out
     assert "spectral at 2000 bytes," in shown
-    assert shown.count("[bold]v1 │") > 1
+    assert shown.count("  [bold]v1 ") > 1
+
+
+def test_80_columns(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    capsys.readouterr()
+    assert run("inspect", out) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in shown)
+    for name in ("adapter0", "adapter1"):  # no number is cut or folded
+        assert sum(len(re.findall(r"\(\d+\.\d%\)", line)) for line in shown if name in line) == 3
+    assert not any("…" in line for line in shown)
+
+
+def test_a_full_disk_under_standard_output(out: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "loraforge", "inspect", out],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 5
+    assert (
+        done.stderr == "error: standard output: no space left on the device; free some space and run again\n"
+    )
 
 
 def test_without_torch(out: Path) -> None:
