@@ -169,10 +169,12 @@ def test_the_command_fills_a_folder_times_it_and_removes_its_output(
     records = tmp_path / "records.jsonl"
     spectra = tmp_path / "spectra.jsonl"
     spectra.write_text('{"sigma": [2.0, 1.0, 0.5]}\n')
-    main(
-        ["bench", "end-to-end", str(tmp_path / "tiny"), "--shapes", "tiny", "-o", str(records), "--passes", "2",
-         "--budget", "1/2", "--spectra", str(spectra)]
-    )  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:
+        main(
+            ["bench", "end-to-end", str(tmp_path / "tiny"), "--shapes", "tiny", "-o", str(records), "--passes", "2",
+             "--budget", "1/2", "--spectra", str(spectra)]
+        )  # fmt: skip
+    assert stopped.value.code == 0
     target = TARGETS["end_to_end_compression"]
     assert target.summarise(target.read(records), "other")["tiny.passes"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "spectra.jsonl", "tiny"]
