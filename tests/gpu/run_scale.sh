@@ -32,7 +32,8 @@ for record in records:
 PY
 rm -rf "${work:?}/qwen50"
 
-timeout "${SCALING_SECONDS:-75}" python3 - "$out/scaling.jsonl" <<'PY' 2>&1 | tee "$out/scaling.txt" || status=1
+# a main module on standard input is one that processes started from it cannot find
+scaling=$(cat <<'PY'
 import json, os, statistics, sys
 from pathlib import Path
 import torch
@@ -52,4 +53,6 @@ for record in records:
     if record.get("record") == "check":
         print(json.dumps(record))
 PY
+)
+timeout "${SCALING_SECONDS:-75}" python3 -c "$scaling" "$out/scaling.jsonl" 2>&1 | tee "$out/scaling.txt" || status=1
 exit $status

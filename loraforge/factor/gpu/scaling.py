@@ -126,7 +126,7 @@ def benchmark_scaling(
         with progress(f"scaling {shapes.name}", len(wanted)) as ticker:
             for number, count in enumerate(wanted):
                 for line, share in zip(lines, shares(shapes, count, seconds), strict=False):
-                    line.send(_Order(share, number, seed, warmups, passes, pool, ranks=count == 1))
+                    _send(line, _Order(share, number, seed, warmups, passes, pool, ranks=count == 1))
                 answers = _answers(lines[:count])
                 seconds = answers[0].ranks or seconds
                 records += _records(shapes, count, answers)
@@ -134,7 +134,7 @@ def benchmark_scaling(
                     f"{count} devices: {min(r['seconds'] for r in records[-passes - 1 : -1]):.4f} s"
                 )
         for line in lines:
-            line.send(None)
+            _send(line, None)
         for worker in workers:
             worker.join(PATIENCE_S)
     finally:
@@ -162,6 +162,17 @@ def _records(shapes: ShapeFleet, count: int, answers: Sequence[_Answer]) -> list
     return [*records, {"record": "check", **named, **errors}]
 
 
+def _send(line: Connection, order: _Order | None) -> None:
+    try:
+        line.send(order)
+    except BrokenPipeError as error:
+        raise _died() from error
+
+
+def _died() -> LoraForgeError:
+    return LoraForgeError("a benchmark process died", remedy="look for its message above; it may lack memory")
+
+
 def _answers(lines: Sequence[Connection]) -> list[_Answer]:
     """One answer a process. The first failure that is not the echo of another is raised."""
     found: dict[int, _Answer] = {}
@@ -173,9 +184,7 @@ def _answers(lines: Sequence[Connection]) -> list[_Answer]:
             try:
                 answer = line.recv()
             except EOFError as error:
-                raise LoraForgeError(
-                    "a benchmark process died", remedy="look for its message above; it may lack memory"
-                ) from error
+                raise _died() from error
             number = waiting.pop(id(line))
             if isinstance(answer, BrokenBarrierError):
                 broken.append(answer)
