@@ -20,7 +20,10 @@ def _evidence() -> None:
 @app.command()
 def bag(
     target: Annotated[
-        str, typer.Argument(help="spectra, allocation, recompression or quality", show_default=False)
+        str,
+        typer.Argument(
+            help="spectra, allocation, recompression, quality or end_to_end_compression", show_default=False
+        ),
     ],
     records: Annotated[
         list[Path], typer.Option(help="records of the run (JSON Lines); may be repeated", show_default=False)

@@ -42,6 +42,11 @@ _ACCEPTED = {dtype: max(2 * torch.finfo(dtype).eps, 1e-4) for dtype in (torch.bf
 _ACCEPTED_WIDE = 1e-4
 
 
+def accepted_error(dtype: torch.dtype) -> float:
+    """Largest action error of factors exported as ``dtype``."""
+    return _ACCEPTED.get(dtype, _ACCEPTED_WIDE)
+
+
 @dataclass(frozen=True)
 class _Module:
     entry: ModuleEntry
@@ -82,7 +87,7 @@ def _module(
     ordered = cached.factors(module.name, k)
     a, b = cast_factors(adapter, module.name, ordered, dtype)
     error = action_error(reader.factors(module), module.scale, ordered[0], (a, b))
-    if error > _ACCEPTED.get(dtype, _ACCEPTED_WIDE):
+    if error > accepted_error(dtype):
         raise InputError(
             f"{_dtype_name(dtype)} cannot hold these factors (action error {error:.1e}, largest value "
             f"{float(max(factor.abs().max() for factor in ordered)):.1e})",
@@ -108,7 +113,8 @@ def _module(
     return _Module(entry, a, b)
 
 
-def _write_weights(path: Path, tensors: dict[str, torch.Tensor], rank: int) -> Weights:
+def write_weights(path: Path, tensors: dict[str, torch.Tensor], rank: int) -> Weights:
+    """Write a weight file (safetensors) of an adapter of ``rank``, and describe it."""
     # Serialised here, not by safetensors' own file writer: that hides the system's error (a full disk).
     payload = save(tensors, metadata={"format": "pt"})
     path.write_bytes(payload)
@@ -147,7 +153,7 @@ def write_adapter(
                 tensors[module.a_key], tensors[module.b_key] = a.contiguous(), b.contiguous()
             folder = out / layout / adapter.name
             folder.mkdir(parents=True)
-            written[layout] = _write_weights(folder / WEIGHTS_NAME, tensors, layout_rank(layout, ranks))
+            written[layout] = write_weights(folder / WEIGHTS_NAME, tensors, layout_rank(layout, ranks))
             write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, ranks))
     return AdapterEntry(
         weights_sha256=adapter.weights_sha256,

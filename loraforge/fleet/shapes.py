@@ -42,6 +42,13 @@ class ShapeFleet:
     def n_parameters(self) -> int:
         return int(self.rank @ self.cost)
 
+    def select(self, index: Ints) -> ShapeFleet:
+        """The modules at ``index`` (int64)."""
+        names = tuple(self.names[i] for i in index.tolist())
+        return ShapeFleet(
+            self.name, self.base_model, names, self.rank[index], self.d_in[index], self.d_out[index]
+        )
+
 
 @dataclass(frozen=True)
 class _Architecture:

@@ -10,6 +10,8 @@ import pytest
 import synthetic
 from study import CONFIG, DATE, Study, invoke
 
+from loraforge.evidence.targets import TARGETS
+
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,8 +30,11 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         live = Path(made.stdout.split()[-1])
         promoted = invoke("evidence", "promote", live, "--to", root / "evidence")
         assert promoted.exit_code == 0, (promoted.output, promoted.exception)
-        drawn = invoke("figure", target, "--bag", Path(promoted.stdout.strip()), "--out", root / "figures")
-        assert drawn.exit_code == 0, (drawn.output, drawn.exception)
+        for figure in TARGETS[target].figures:
+            drawn = invoke(
+                "figure", figure, "--bag", Path(promoted.stdout.strip()), "--out", root / "figures"
+            )
+            assert drawn.exit_code == 0, (drawn.output, drawn.exception)
     return root
 
 

@@ -210,7 +210,26 @@ def quality(
     return found
 
 
-MAKERS = {"spectra": spectra, "allocation": allocation, "recompression": recompression, "quality": quality}
+def end_to_end(fleet: str = "qwen50") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "fleet": fleet, "pass": number, "budget": "1/12", "seconds": seconds,
+            "stages": {"load": 0.5 * seconds, "factor": 0.1 * seconds, "allocate": 0.1, "export": 0.2 * seconds},
+            "bytes_in": 12_000, "bytes_out": 1_000,
+        }
+        for number, seconds in enumerate((4.0, 3.0, 5.0))
+    ]  # fmt: skip
+    found.append({"record": "check", "fleet": fleet, "max_action_error": 4e-3, "n": 12})
+    return [*found, {"record": "floor", "fleet": fleet, "rate": 6_000.0}]
+
+
+MAKERS = {
+    "spectra": spectra,
+    "allocation": allocation,
+    "recompression": recompression,
+    "quality": quality,
+    "end_to_end_compression": end_to_end,
+}
 
 
 def weights(adapter: str) -> str:

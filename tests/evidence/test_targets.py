@@ -84,6 +84,46 @@ def test_recompression_reports_the_median_pass() -> None:
     assert summary["tiny.matrices"] == 5
 
 
+def test_scaling_is_one_device_over_many_by_fleet() -> None:
+    def timed(devices: int, seconds: float, fleet: str = "big") -> list[dict[str, Any]]:
+        named = {"fleet": fleet, "method": "gram", "devices": devices}
+        errors = {"max_action_error": 1e-7, "max_spectrum_error": 1e-8, "n": 5}
+        return [
+            {**named, "pass": 0, "seconds": seconds, "stages": {}},
+            {**named, "record": "check", **errors},
+        ]
+
+    one = [*timed(1, 4.0), *timed(2, 2.5), *timed(4, 1.0)]
+    summary = TARGETS["recompression"].summarise(parsed("recompression", one), "tiny")
+    assert {key: value for key, value in summary.items() if "scaling" in key} == {
+        "scaling.x2": 1.6, "scaling.x4": 4.0
+    }  # fmt: skip
+    assert summary["big.gram_x4_s"] == 1.0
+    two = [*one, *timed(1, 3.0, "small"), *timed(2, 2.0, "small")]
+    summary = TARGETS["recompression"].summarise(parsed("recompression", two), "tiny")
+    assert summary["small.gram.scaling.x2"] == 1.5
+    assert summary["big.gram.scaling.x4"] == 4.0
+
+
+def test_end_to_end_summary_by_hand() -> None:
+    target = TARGETS["end_to_end_compression"]
+    summary = target.summarise(parsed("end_to_end_compression", synthetic.end_to_end()), "tiny")
+    assert summary == {
+        "qwen50.end_to_end_s": 4.0, "qwen50.passes": 3, "qwen50.load_s": 2.0, "qwen50.factor_s": 0.4,
+        "qwen50.allocate_s": 0.1, "qwen50.export_s": 0.8, "qwen50.bytes_in": 12_000, "qwen50.bytes_out": 1_000,
+        "qwen50.matrices": 12, "qwen50.max_action_error": 4e-3, "qwen50.copy_floor_s": 2.0,
+        "qwen50.fraction_of_copy_floor": 0.5,
+    }  # fmt: skip
+
+
+def test_end_to_end_refuses_passes_that_did_other_work_and_a_fleet_unchecked() -> None:
+    records = synthetic.end_to_end()
+    with pytest.raises(InputError, match="did not do the same work"):
+        parsed("end_to_end_compression", [records[0] | {"bytes_out": 1}, *records[1:]])
+    with pytest.raises(InputError, match="not both"):
+        parsed("end_to_end_compression", [r for r in records if r.get("record") != "check"])
+
+
 def score(
     adapter: str, arm: str, budget: str, stats: list[list[float]], metric: str = "exact_match"
 ) -> dict[str, Any]:

@@ -7,13 +7,20 @@ from typing import Any
 from loraforge.errors import UsageError
 from loraforge.evidence.targets.allocation import AllocationTarget
 from loraforge.evidence.targets.base import Claim, Record, Summary, Target
+from loraforge.evidence.targets.end_to_end import EndToEndTarget
 from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
 
 TARGETS: dict[str, Target[Any]] = {
     target.name: target
-    for target in (SpectraTarget(), AllocationTarget(), RecompressionTarget(), QualityTarget())
+    for target in (
+        SpectraTarget(),
+        AllocationTarget(),
+        RecompressionTarget(),
+        QualityTarget(),
+        EndToEndTarget(),
+    )
 }
 
 

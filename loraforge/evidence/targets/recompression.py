@@ -17,12 +17,14 @@ class Pass(Record):
     """One timed pass of one method over the fleet; stages are parts of ``seconds``.
 
     ``fleet`` is given where it is not that of the run (a shape fleet); ``n`` where the pass took a sample of so
-    many matrices, whose seconds are never taken for those of the fleet.
+    many matrices, whose seconds are never taken for those of the fleet. ``devices`` is given where the fleet was
+    divided between so many; ``seconds`` are then those of the slowest.
     """
 
     fleet: str | None = None
     method: str
     n: int | None = Field(default=None, ge=1)
+    devices: int | None = Field(default=None, ge=1)
     number: int = Field(ge=0, alias="pass")
     seconds: float = Field(gt=0)
     stages: dict[str, Annotated[float, Field(ge=0)]]
@@ -40,6 +42,7 @@ class Check(Record):
     record: Literal["check"]
     fleet: str | None = None
     method: str
+    devices: int | None = Field(default=None, ge=1)
     max_action_error: float = Field(ge=0)
     max_spectrum_error: float = Field(ge=0)
     n: int = Field(ge=1)
@@ -100,7 +103,9 @@ class RecompressionTarget(Target[Item]):
         summary["max_spectrum_error"] = max(item.max_spectrum_error for item in checked.values())
         floors = _floors(records)
         for name, items in passes(records).items():
-            key = f"{items[0].fleet or fleet}.{items[0].method}"  # a fleet of another shape is another number
+            key = (
+                f"{items[0].fleet or fleet}.{_method(items[0])}"  # a fleet of another shape is another number
+            )
             summary[f"{key}_s"] = statistics.median(item.seconds for item in items)
             summary[f"{key}.passes"] = len(items)
             summary[f"{key}.max_action_error"] = checked[name].max_action_error
@@ -111,6 +116,7 @@ class RecompressionTarget(Target[Item]):
                 if took > 0:
                     summary[f"{key}.{stage}_s"] = took
                     summary[f"{key}.{stage}.times_floor"] = took / least
+        summary |= _scaling(records, fleet)
         for items in samples(records).values():
             key = f"{items[0].fleet or fleet}.{items[0].method}"
             taken = items[0].n or 0
@@ -135,8 +141,30 @@ class RecompressionTarget(Target[Item]):
 
 
 def label(item: Item) -> str:
-    """The method, after the fleet where the record names one: ``gram``, ``qwen50.gram``."""
-    return item.method if item.fleet is None else f"{item.fleet}.{item.method}"
+    """The method, after the fleet where the record names one: ``gram``, ``qwen50.gram``, ``qwen50.gram_x4``."""
+    return _method(item) if item.fleet is None else f"{item.fleet}.{_method(item)}"
+
+
+def _method(item: Item) -> str:
+    devices = None if isinstance(item, Floor) else item.devices
+    return item.method if devices is None else f"{item.method}_x{devices}"
+
+
+def _scaling(records: Sequence[Item], fleet: str) -> Summary:
+    """``scaling.xN``: seconds of one device over those of N, by the passes that state their devices; after the name
+    of the fleet where several were divided."""
+    medians: dict[str, dict[int, float]] = {}
+    for items in passes(records).values():
+        if items[0].devices is not None:
+            owner = medians.setdefault(f"{items[0].fleet or fleet}.{items[0].method}", {})
+            owner[items[0].devices] = statistics.median(item.seconds for item in items)
+    return {
+        f"{f'{owner}.' if len(medians) > 1 else ''}scaling.x{devices}": found[1] / seconds
+        for owner, found in medians.items()
+        if 1 in found
+        for devices, seconds in found.items()
+        if devices > 1
+    }
 
 
 def passes(records: Sequence[Item]) -> dict[str, list[Pass]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from loraforge.factor.gpu.engine import Group
+from loraforge.files import write_json
+from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from loraforge.fleet.shapes import Floats, ShapeFleet, synthetic_spectra
+from loraforge.progress import progress
 
 
 @dataclass(frozen=True)
@@ -84,3 +90,62 @@ def sample(fleet: DeviceFleet, count: int) -> DeviceFleet:
         groups.append(Group(group.a[there], group.b[there], group.scale[there]))
         members.append(inside[index])
     return DeviceFleet(fleet.shapes, groups, members)
+
+
+def write_fleet(
+    shapes: ShapeFleet,
+    folder: Path,
+    device: torch.device,
+    seed: int,
+    pool: Sequence[Floats] | None = None,
+    *,
+    writers: int = 4,
+) -> list[Path]:
+    """Write a shape fleet as PEFT folders ``folder/<adapter>`` with BF16 factors of scale one, and return them.
+
+    Adapters are made on ``device`` one by one, each from its own seed, as :func:`device_fleet` makes them: no
+    trained weight. At most ``writers`` of them are in the host's memory.
+    """
+    names = list(dict.fromkeys(adapter for adapter, _ in shapes.names))
+    owner = np.array([adapter for adapter, _ in shapes.names])
+    pending: list[Future[None]] = []
+    with progress(f"write {shapes.name}", len(names)) as ticker, ThreadPoolExecutor(writers) as threads:
+        for number, name in enumerate(names):
+            part = shapes.select(np.flatnonzero(owner == name))
+            fleet = device_fleet(part, device, seed + number, pool)
+            tensors: dict[str, Tensor] = {}
+            for group, members in zip(fleet.groups, fleet.members, strict=True):
+                stacks = group.a.to(torch.bfloat16).cpu(), group.b.to(torch.bfloat16).cpu()
+                for row, i in enumerate(members.tolist()):
+                    for side, stack in zip("AB", stacks, strict=True):
+                        tensors[f"base_model.model.{part.names[i][1]}.lora_{side}.weight"] = stack[row]
+            if len(pending) >= writers:
+                pending[-writers].result()
+            pending.append(threads.submit(_write_adapter, folder / name, part, tensors))
+            ticker.advance(name)
+        for future in pending:
+            future.result()
+    return [folder / name for name in names]
+
+
+def _write_adapter(folder: Path, part: ShapeFleet, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True)
+    # rows of one stack share its storage, which the format refuses
+    save_file(
+        {key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_NAME, {"format": "pt"}
+    )
+    rank = int(part.rank[0])
+    write_json(
+        folder / CONFIG_NAME,
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": part.base_model,
+            "r": rank,
+            "lora_alpha": rank,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+            "target_modules": sorted({name.rpartition(".")[2] for _, name in part.names}),
+        },
+    )
