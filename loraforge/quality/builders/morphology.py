@@ -79,10 +79,15 @@ def front_coded(data: bytes, path: Path) -> Iterator[tuple[str, str]]:
         yield key[::step].decode(), value[::step].decode()
 
 
+def dictionary(folders: Mapping[str, Path], code: str) -> Iterator[tuple[str, str]]:
+    """Word and lemma pairs of simplemma's dictionary of a language. Raises as :func:`front_coded`."""
+    path = folders["simplemma"] / f"simplemma/strategies/dictionaries/data/{code}.plzma"
+    return front_coded(lzma.decompress(path.read_bytes()), path)
+
+
 def _lemmas(code: str, language: str) -> Callable[[Mapping[str, Path]], Iterator[Example]]:
     def examples(folders: Mapping[str, Path]) -> Iterator[Example]:
-        path = folders["simplemma"] / f"simplemma/strategies/dictionaries/data/{code}.plzma"
-        for word, lemma in front_coded(lzma.decompress(path.read_bytes()), path):
+        for word, lemma in dictionary(folders, code):
             if word == lemma or len(word) < 3 or not (word.isalpha() and lemma.isalpha()):
                 continue
             prompt = prompt_of(f"Give the {language} dictionary form.", ("Word", word), answer="Lemma")
@@ -140,30 +145,36 @@ SPANISH = _Paradigm(
 
 def _conjugations(code: str, paradigm: _Paradigm) -> Callable[[Mapping[str, Path]], Iterator[Example]]:
     def examples(folders: Mapping[str, Path]) -> Iterator[Example]:
-        tables = folders["mlconjug3"] / "mlconjug3/data/conjug_manager"
-        verbs = read_json(tables / f"verbs-{code}.json")
-        templates = read_json(tables / f"conjugation-{code}.json")
-        for verb, entry in verbs.items():
-            template = templates.get(entry["template"])
-            ending = entry["template"].partition(":")[2]
-            # a row that cannot give its own infinitive is a mistake of the table
-            if template is None or entry["root"] + ending != verb:
-                continue
-            for tense, person, form in verb_forms(entry["root"], template, paradigm):
-                prompt = prompt_of(
-                    f"Conjugate the {paradigm.language} verb.",
-                    ("Verb", verb),
-                    ("Tense", tense),
-                    ("Person", person),
-                    answer="Form",
-                )
-                yield Example(prompt, form, verb)
+        for verb, tense, person, form in verb_forms(folders, code, paradigm):
+            prompt = prompt_of(
+                f"Conjugate the {paradigm.language} verb.",
+                ("Verb", verb),
+                ("Tense", tense),
+                ("Person", person),
+                answer="Form",
+            )
+            yield Example(prompt, form, verb)
 
     return examples
 
 
-def verb_forms(root: str, template: Mapping[str, Any], paradigm: _Paradigm) -> Iterator[tuple[str, str, str]]:
-    """Tense, person and form of a verb with this root, for every sound cell of its template."""
+def verb_forms(
+    folders: Mapping[str, Path], code: str, paradigm: _Paradigm
+) -> Iterator[tuple[str, str, str, str]]:
+    """Verb, tense, person and form, for every sound cell of a language's tables."""
+    tables = folders["mlconjug3"] / "mlconjug3/data/conjug_manager"
+    verbs = read_json(tables / f"verbs-{code}.json")
+    templates = read_json(tables / f"conjugation-{code}.json")
+    for verb, entry in verbs.items():
+        template = templates.get(entry["template"])
+        ending = entry["template"].partition(":")[2]
+        # a row that cannot give its own infinitive is a mistake of the table
+        if template is not None and entry["root"] + ending == verb:
+            for tense, person, form in _cells(entry["root"], template, paradigm):
+                yield verb, tense, person, form
+
+
+def _cells(root: str, template: Mapping[str, Any], paradigm: _Paradigm) -> Iterator[tuple[str, str, str]]:
     for (mood, tense), title in paradigm.tenses.items():
         persons = paradigm.imperative if title == "imperative" else paradigm.persons
         endings = template.get(mood, {}).get(tense)

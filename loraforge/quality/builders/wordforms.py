@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from loraforge.files import read_json
 from loraforge.quality.builders.common import Example, TaskSpec, prompt_of
-from loraforge.quality.builders.morphology import MLCONJUG, SIMPLEMMA, SPANISH, front_coded, verb_forms
+from loraforge.quality.builders.morphology import MLCONJUG, SIMPLEMMA, SPANISH, dictionary, verb_forms
 
 _LANGUAGES = {
     "cs": "Czech",
@@ -29,9 +27,7 @@ _EVERY = 37  # one word in so many: millions of words for thousands of examples
 
 def _languages(folders: Mapping[str, Path]) -> Iterator[Example]:
     for code, language in _LANGUAGES.items():
-        path = folders["simplemma"] / f"simplemma/strategies/dictionaries/data/{code}.plzma"
-        pairs = front_coded(lzma.decompress(path.read_bytes()), path)
-        for index, (word, lemma) in enumerate(pairs):
+        for index, (word, lemma) in enumerate(dictionary(folders, code)):
             if index % _EVERY or len(word) < 6 or not (word.isalpha() and word.islower()):
                 continue
             prompt = prompt_of("Which language is this word?", ("Word", word), answer="Language")
@@ -39,15 +35,9 @@ def _languages(folders: Mapping[str, Path]) -> Iterator[Example]:
 
 
 def _tenses(folders: Mapping[str, Path]) -> Iterator[Example]:
-    tables = folders["mlconjug3"] / "mlconjug3/data/conjug_manager"
-    templates = read_json(tables / "conjugation-es.json")
-    for verb, entry in read_json(tables / "verbs-es.json").items():
-        template = templates.get(entry["template"])
-        if template is None or entry["root"] + entry["template"].partition(":")[2] != verb:
-            continue
-        for tense, _, form in verb_forms(entry["root"], template, SPANISH):
-            prompt = prompt_of("Which tense is this Spanish verb form?", ("Form", form), answer="Tense")
-            yield Example(prompt, tense, verb)
+    for verb, tense, _, form in verb_forms(folders, "es", SPANISH):
+        prompt = prompt_of("Which tense is this Spanish verb form?", ("Form", form), answer="Tense")
+        yield Example(prompt, tense, verb)
 
 
 SPECS = (
