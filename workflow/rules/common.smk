@@ -7,6 +7,7 @@ from pathlib import Path
 
 from loraforge.config import parse_config
 from loraforge.digest import source_digest
+from loraforge.evidence import index as evidence_index
 from loraforge.fleet.lock import load_lock
 
 CONFIG = parse_config(config, "workflow configuration")
@@ -61,14 +62,6 @@ def closing_words():
     return "".join(lines)
 
 
-def committed(study):
-    """Labels of the machines that have current committed evidence of a study, with their bags, from the index."""
-    found = re.findall(
-        rf"^# current {study} (\S+) (\S+)$", Path(INDEX).read_text(), re.MULTILINE
-    )
-    return {host: f"evidence/{study}/{bag}" for host, bag in found}
-
-
 def figure_files(study):
     """All pictures of a study: of this run, and of every machine with committed evidence."""
     hosts = [host for name, host in EVIDENCE if name == study]
@@ -96,8 +89,11 @@ def live_bags():
     ]
 
 
+# (study, machine) -> its current bag among the committed evidence
 EVIDENCE = {
-    (study, host): bag for study in STUDIES for host, bag in committed(study).items()
+    (study, host): f"evidence/{study}/{bag}"
+    for (study, host), bag in evidence_index.parse(Path(INDEX).read_text())[1].items()
+    if study in STUDIES
 }
 
 
