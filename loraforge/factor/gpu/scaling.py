@@ -24,8 +24,8 @@ from loraforge.factor.engine import MAX_ACTION_ERROR, MAX_SPECTRUM_ERROR
 from loraforge.factor.gpu.check import group_errors
 from loraforge.factor.gpu.engine import FAILED, allocate, factorise_groups
 from loraforge.factor.gpu.ops import Backend, Emulated, Kernels
-from loraforge.factor.gpu.recompression import EventStages
 from loraforge.factor.gpu.synthetic import DeviceFleet, device_fleet
+from loraforge.factor.gpu.timing import EventStages
 from loraforge.factor.stages import Stages
 from loraforge.fleet.shapes import Floats, ShapeFleet
 from loraforge.progress import progress
