@@ -100,6 +100,16 @@ __device__ __forceinline__ double team_total(double value, double* partial, int 
     return value;
 }
 
+// Multiplies the scale by 1 + by, and its inverse by 1 + back. Factors near one round the scale to one side, which would
+// show in the eigenvalues after hundreds of turns: what is lost is kept apart.
+template <class Plan>
+__device__ __forceinline__ void rescale(Half<Plan>& half, double by, double back) {
+    const double scale = fma(half.scale, by, half.scale), inverse = fma(half.inverse, back, half.inverse);
+    half.low = fma(half.low, by, half.low) + fma(half.scale, by, half.scale - scale);
+    half.scale = scale;
+    half.inverse = by == 0.0 ? half.inverse : fma(inverse, fma(-scale, inverse, 1.0), inverse);
+}
+
 // Turns the pairs (p.y[i], q.y[(i + offset) % half]) to be orthogonal; the states are already beside each other.
 // Adds 1 to flags where there was one to turn, 2 where a turn was not small.
 template <class Plan, int offset>
@@ -116,45 +126,36 @@ __device__ __forceinline__ void step(Half<Plan>& p, Half<Plan>& q, double2* turn
     const double dot = sum_many<half>(dots, lane) * (p.scale * q.scale);
     const bool apart = !(dot * dot > tolerance * fabs(p.norm * q.norm));
     if (!warp_any(!apart)) return;
-    double2 pair = make_double2(0.0, 0.0);
-    if (!apart) {
-        const double gap = q.norm - p.norm;
-        const float z = __fdividef(float(gap), float(2.0 * dot)), size = fabsf(z), square = fmaf(z, z, 1.0f);
-        const float root = size > 1e4f ? size : square * rsqrtf(square);
-        const float tangent = copysignf(__fdividef(1.0f, size + root), z);
-        const double t = tangent, t2 = t * t, guess = rsqrtf(fmaf(tangent, tangent, 1.0f));
-        // 1 - cosine to FP64: the guess and its square are exact in FP64, and so is what it lacks to first order
-        const double guess2 = guess * guess, lacking = fma(-t2, guess2, 1.0 - guess2);
-        const double versine = fma(-guess, lacking * fma(0.375, lacking, 0.5), 1.0 - guess);
-        const double secant = (1.0 + t2) * (1.0 - versine);
-        pair.x = t * (q.scale * p.inverse);
-        pair.y = t * (p.scale * q.inverse);
-        flags |= t2 * fmax(p.norm, q.norm) > kSmallTurn * fmin(p.norm, q.norm) ? 3 : 1;
-        p.norm = fma(-t, dot, p.norm);
-        q.norm = fma(t, dot, q.norm);
-        // cosines just below one round the scales to one side, which would show in the eigenvalues after hundreds
-        // of turns: what is lost is kept apart
-        const double p_scale = fma(-p.scale, versine, p.scale), q_scale = fma(-q.scale, versine, q.scale);
-        p.low = fma(-p.low, versine, p.low) + fma(-p.scale, versine, p.scale - p_scale);
-        q.low = fma(-q.low, versine, q.low) + fma(-q.scale, versine, q.scale - q_scale);
-        p.scale = p_scale, q.scale = q_scale;
-        p.inverse *= secant, q.inverse *= secant;
-        p.inverse = fma(p.inverse, fma(-p.scale, p.inverse, 1.0), p.inverse);
-        q.inverse = fma(q.inverse, fma(-q.scale, q.inverse, 1.0), q.inverse);
-    }
-    if (lane % Plan::copies == 0) turn[lane / Plan::copies] = pair;
+    const double gap = q.norm - p.norm;
+    const float z = __fdividef(float(gap), float(2.0 * dot)), size = fabsf(z), square = fmaf(z, z, 1.0f);
+    const float root = size > 1e4f ? size : square * rsqrtf(square);
+    const float tangent = apart ? 0.0f : copysignf(__fdividef(1.0f, size + root), z);
+    const double t = tangent, t2 = t * t;
+    // 1 - cosine and its square to FP64: the guess and its square are exact in FP64, and so is what it lacks to first
+    // order
+    const double guess = rsqrtf(fmaf(tangent, tangent, 1.0f)), guess2 = guess * guess;
+    const double lacking = fma(-t2, guess2, 1.0 - guess2);
+    const double cosine2 = guess2 * fma(lacking, 1.0 + lacking, 1.0);
+    if (lane % Plan::copies == 0)
+        turn[lane / Plan::copies] = make_double2(t * (q.scale * p.inverse), t * cosine2 * (p.scale * q.inverse));
     warp_sync();
+    // one after the other: a rotation in place, with 1 / cosine for the second scale
 #pragma unroll
     for (int i = 0; i < half; ++i) {
         const int j = (i + offset) % half;
         const double2 by = turn[i];
 #pragma unroll
-        for (int r = 0; r < Plan::rows; ++r) {
-            const double a = p.y[i][r], b = q.y[j][r];
-            p.y[i][r] = fma(-by.x, b, a);
-            q.y[j][r] = fma(by.y, a, b);
-        }
+        for (int r = 0; r < Plan::rows; ++r) p.y[i][r] = fma(-by.x, q.y[j][r], p.y[i][r]);
+#pragma unroll
+        for (int r = 0; r < Plan::rows; ++r) q.y[j][r] = fma(by.y, p.y[i][r], q.y[j][r]);
     }
+    const double versine = apart ? 0.0 : fma(-guess, lacking * fma(0.375, lacking, 0.5), 1.0 - guess);
+    const double exsecant = fma(-t2, versine, t2 - versine);
+    if (!apart) flags |= t2 * fmax(p.norm, q.norm) > kSmallTurn * fmin(p.norm, q.norm) ? 3 : 1;
+    p.norm = fma(-t, dot, p.norm);
+    q.norm = fma(t, dot, q.norm);
+    rescale(p, -versine, exsecant);
+    rescale(q, exsecant, -versine);
 }
 
 // Brings the state of the next column, cyclically among `group` columns, beside each pair.
