@@ -25,9 +25,9 @@ LF_API int lf_jacobi(double* g, double* w, double* v, int* sweeps, int64_t m, in
     if (const auto e = shared_limit(&limit, device); e != kOk) return e;
 
     using namespace jacobi::onesided;
-    using To16 = Plan<1, 8, 1, 8, 4>;
-    using To32 = Plan<1, 16, 1, 16, 3>;
-    using To64 = Plan<2, 8, 4, 8, 3>;
+    using To16 = Plan<1, 8, 1, 1, 4>;
+    using To32 = Plan<1, 16, 1, 2, 3>;
+    using To64 = Plan<2, 8, 4, 1, 3>;
     using To96 = Plan<3, 8, 8, 8, 1>;
     using To128 = Plan<4, 8, 8, 8, 1>;
     if (takes<To16>(n, limit)) return start<To16>(g, w, v, sweeps, m, n, stream);
