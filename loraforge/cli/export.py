@@ -24,9 +24,7 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
     ] = "bfloat16",
-    method: Annotated[
-        str, typer.Option(help="auto, gram, tsqr or reference, of the factors")
-    ] = "auto",
+    method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, of the factors")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
 ) -> None:
     """Write PEFT folders and the retained-rank manifest; factorise what the cache lacks."""

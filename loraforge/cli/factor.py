@@ -39,9 +39,7 @@ def factor(
 
     fleet = open_source(source)
     with Timer() as timer:
-        cached = factorise_fleet(
-            fleet, cache, method=chosen, workers=workers, devices=device_names(devices)
-        )
+        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers, devices=device_names(devices))
     if records is not None:
         write_jsonl(records, spectra_records(cached))
     modules = sum(len(adapter.modules) for adapter in cached)

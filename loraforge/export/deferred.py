@@ -1,9 +1,9 @@
 """A fleet factorised on one GPU for one export: spectra first, then only the directions that are kept, and no cache.
 
-Bytes, for a fleet of w bytes of weights and n parameters: w are read into pinned memory, hashed there, and sent over the
-bus; the device reads them once for the spectra and once for the kept directions; those come back in their final type
-(2 bytes each in BF16) and are hashed and written. The floor is the w over the bus (at qwen50's size, 11.9 GB at
-55 GB/s, 0.21 s); a cache's 4 n bytes, back over the bus and onto a disk, are what is saved.
+Bytes, for a fleet of w bytes of weights and n parameters: w are read into pinned memory, hashed there, and sent
+over the bus; the device reads them once for the spectra and once for the kept directions; those come back in their
+final type (2 bytes each in BF16) and are hashed and written. The floor is the w over the bus (at qwen50's size,
+11.9 GB at 55 GB/s, 0.21 s); a cache's 4 n bytes, back over the bus and onto a disk, are what is saved.
 A fleet larger than the device's memory is read twice, in shards of whole adapters.
 """
 
@@ -177,7 +177,11 @@ class DeferredFleet:
                     if accepted and adapter.name in self._measured:
                         spectra = self._measured[adapter.name]
                         found[adapter.name, module.name] = Kept(
-                            a[:width], b[:, :width], error, spectra.sigma[module.name], spectra.paths[module.name]
+                            a[:width],
+                            b[:, :width],
+                            error,
+                            spectra.sigma[module.name],
+                            spectra.paths[module.name],
                         )
         return found
 

@@ -64,8 +64,10 @@ class Source(Protocol):
 
 
 class CachedFleet:
-    """A :class:`Source` over cache entries of the adapters of ``fleet``, in its order. The CPU's memory holds one adapter's
-    kept directions at a time."""
+    """A :class:`Source` over cache entries of the adapters of ``fleet``, in its order.
+
+    It makes one adapter's kept directions at a time.
+    """
 
     def __init__(self, fleet: Sequence[Adapter], entries: Sequence[CachedAdapter]) -> None:
         self._fleet, self.spectra = fleet, entries

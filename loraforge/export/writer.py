@@ -34,6 +34,7 @@ from loraforge.progress import progress
 from loraforge.tensor_file import write_tensors
 from loraforge.threads import Background, available_cpus
 
+
 def write_adapter(
     out: Path, directions: Directions, ranks: Mapping[str, int], *, layouts: Sequence[Layout] = LAYOUTS
 ) -> AdapterEntry:

@@ -55,7 +55,9 @@ def factorise_fleet(
     paths = [cache_path(adapter, cache, method) for adapter in adapters]
     found = list(in_threads(lambda pair: find(*pair), list(zip(adapters, paths, strict=True))))
     # adapters of equal weights share an entry
-    missing = {path: adapter for path, adapter, entry in zip(paths, adapters, found, strict=True) if not entry}
+    missing = {
+        path: adapter for path, adapter, entry in zip(paths, adapters, found, strict=True) if not entry
+    }
     entries = _build(missing, method, workers, devices, inner) if missing else []
     built = {entry.path: entry for entry in entries}
     stages.merge(inner)
@@ -96,16 +98,12 @@ def _build(
             return [_build_on_cpu(adapter, path, method, pool, ticker) for path, adapter in missing.items()]
 
 
-def _build_on_cpu(
-    adapter: Adapter, path: Path, method: Method, pool: Pool, ticker: Ticker
-) -> CachedAdapter:
+def _build_on_cpu(adapter: Adapter, path: Path, method: Method, pool: Pool, ticker: Ticker) -> CachedAdapter:
     started, stages = time.perf_counter(), Stages()
     modules = factorise_adapter(adapter, method=method, pool=pool, stages=stages)
     shares = {name: seconds / pool.workers for name, seconds in stages.seconds.items()}
     with (write := Stages())("write"):
         entry = store(adapter, path, modules)
-    store_timing(
-        entry, BuildTiming(time.perf_counter() - started, pool.workers, shares | write.seconds)
-    )
+    store_timing(entry, BuildTiming(time.perf_counter() - started, pool.workers, shares | write.seconds))
     ticker.advance(adapter.name)
     return entry

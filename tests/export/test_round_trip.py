@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraforge.export.manifest import AdapterEntry
 from loraforge.export.directions import CachedFleet
+from loraforge.export.manifest import AdapterEntry
 from loraforge.export.writer import write_adapter
 from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.reference import dense_svd

@@ -74,7 +74,9 @@ class Drain:
             host[start : start + len(view)] = torch.frombuffer(view, dtype=torch.uint8)
             start += len(view)
         pieces = zip(tensors, torch.split(host, sizes), strict=True)
-        return [_aligned(piece, tensor.dtype).view(tensor.dtype).view(tensor.shape) for tensor, piece in pieces]
+        return [
+            _aligned(piece, tensor.dtype).view(tensor.dtype).view(tensor.shape) for tensor, piece in pieces
+        ]
 
     def _resources(self) -> tuple[torch.cuda.Stream, list[tuple[Tensor, torch.cuda.Event]]]:
         if not hasattr(self._local, "resources"):

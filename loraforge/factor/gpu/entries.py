@@ -42,8 +42,8 @@ def build_on_gpu(
 ) -> list[CachedAdapter]:
     """Build the entries of ``missing`` at the paths that are its keys, in its order.
 
-    ``stages`` gets ``load``. While the files of one shard are copied back, hashed and written in threads, the next is loaded. Modules that the
-    GPU leaves go to the CPU's paths, in ``pool``.
+    While the files of one shard are copied back, hashed and written in threads, the next is loaded. Modules that the
+    GPU leaves go to the CPU's paths, in ``pool``. ``stages`` gets ``hash`` and ``load``.
     """
     paths = {adapter.name: path for path, adapter in missing.items()}
     lock, writers_count = threading.Lock(), io_threads()

@@ -260,9 +260,7 @@ def _groups(
     return modules, groups, members, rows
 
 
-def _scatter(
-    file: _File, staged: Tensor, groups: Sequence[Group], rows: dict[str, tuple[int, int]]
-) -> None:
+def _scatter(file: _File, staged: Tensor, groups: Sequence[Group], rows: dict[str, tuple[int, int]]) -> None:
     """Every factor of a file to its row."""
     sources, targets = [], []
     for module in file.adapter.modules:
