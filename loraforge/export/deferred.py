@@ -91,7 +91,7 @@ class DeferredFleet:
                 shard.loaded = None
                 kept = self._build(loaded, ranks, dtype)
                 del loaded
-                fetch = Drain(self._backend.device).fetch
+                drain = Drain(self._backend.device)
                 for adapter in mine:
                     modules = {
                         module.name: kept[adapter.name, module.name]
@@ -99,7 +99,7 @@ class DeferredFleet:
                         if (adapter.name, module.name) in kept
                     }
                     if len(modules) == len(adapter.modules):
-                        yield Directions(adapter, cache_key(adapter), modules, fetch)
+                        yield Directions(adapter, cache_key(adapter), modules, drain, drain.here)
                     else:
                         refused.add(adapter.name)
                 del kept, modules

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from loraforge.export.certificate import action_error
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.pool import worker_pool
 from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule
+from loraforge.tensor_file import Views, host_views
 
 Ranks = Mapping[str, Mapping[str, int]]
 
@@ -40,13 +42,14 @@ class Kept:
 class Directions:
     """One adapter: its modules by name, and the key that the cache has, or would have, for its ordered factors.
 
-    ``fetch`` brings tensors of the modules to the CPU, where they are not there already.
+    ``views`` brings the bytes of their tensors, from where those are; other tensors are made of them in ``here``.
     """
 
     adapter: Adapter
     factor_key: str
     modules: Mapping[str, Kept]
-    fetch: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = field(default=list)
+    views: Views = host_views
+    here: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Source(Protocol):

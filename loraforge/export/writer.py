@@ -44,22 +44,19 @@ def write_adapter(
     """
     adapter = directions.adapter
     ranks = {module.name: ranks[module.name] for module in adapter.modules}
-    names = list(ranks)
-    host = directions.fetch(
-        [factor for name in names for factor in (directions.modules[name].a, directions.modules[name].b)]
-    )
-    factors = dict(zip(names, zip(host[0::2], host[1::2], strict=True), strict=True))
     with adapter.reader() as reader:
         passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
     written: dict[Layout, Weights] = {}
     for layout in layouts:
         tensors = dict(passthrough)
-        for module in adapter.modules:
-            a, b = pad_factors(*factors[module.name], module_rank(layout, module.name, ranks))
-            tensors[module.a_key], tensors[module.b_key] = a, b
+        with directions.here():
+            for module in adapter.modules:
+                kept = directions.modules[module.name]
+                a, b = pad_factors(kept.a, kept.b, module_rank(layout, module.name, ranks))
+                tensors[module.a_key], tensors[module.b_key] = a, b
         folder = out / layout / adapter.name
         folder.mkdir(parents=True)
-        file = write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"})
+        file = write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, directions.views)
         written[layout] = Weights(rank=layout_rank(layout, ranks), sha256=file.sha256, bytes=file.bytes)
         write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, ranks))
     return AdapterEntry(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def enter(device: torch.device) -> None:
 
 
 class Drain:
-    """:data:`loraforge.tensor_file.Views` of tensors on one device, for as many threads as like.
+    """:data:`loraforge.tensor_file.Views` of tensors, most of them on one device, for as many threads as like.
 
     Each thread copies on a stream of its own, which waits for all that was enqueued on the stream where the drain
     was made, and leaves nothing under way: when the views are used up, the tensors may go. ``slab_bytes`` of pinned
@@ -36,47 +37,49 @@ class Drain:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(device))
 
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Enqueue what this thread computes on its stream: for tensors that are to be drained."""
+        if self._ready is None:
+            yield
+            return
+        enter(self._device)
+        stream, _ = self._resources()
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            yield
+
     def __call__(self, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
         """The bytes of ``tensors``, row-major, in order; views of memory that is used again after the next one."""
         if self._ready is None:
             yield from host_views(tensors)
             return
-        enter(self._device)
-        stream, slabs = self._resources()
-        stream.wait_event(self._ready)
+        with self.here():
+            stream, slabs = self._resources()
         batches = _batches(tensors, self._size)
         under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         turn = 0
         try:
             while True:
+                with torch.cuda.stream(stream):
+                    pieces = next(batches, [])
+                pause = not pieces or pieces[0].device.type == "cpu"
+                while under_way and (pause or len(under_way) == 2):
+                    yield _arrived(*under_way.popleft())
+                if not pieces:
+                    return
+                if pause:
+                    yield from host_views(pieces)
+                    continue
                 slab, sent = slabs[turn % 2]
                 turn += 1
                 with torch.cuda.stream(stream):
-                    if (pieces := next(batches, None)) is None:
-                        break
-                    packed = torch.cat([piece.to(self._device) for piece in pieces])
+                    packed = torch.cat(pieces)
                     slab[: len(packed)].copy_(packed, non_blocking=True)
                     sent.record(stream)
                 under_way.append((slab[: len(packed)], sent))
-                if len(under_way) == 2:
-                    yield _arrived(*under_way.popleft())
-            while under_way:
-                yield _arrived(*under_way.popleft())
         finally:
             stream.synchronize()
-
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of ``tensors`` on the CPU."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        host = torch.empty(sum(sizes), dtype=torch.uint8)
-        start = 0
-        for view in self(tensors):
-            host[start : start + len(view)] = torch.frombuffer(view, dtype=torch.uint8)
-            start += len(view)
-        pieces = zip(tensors, torch.split(host, sizes), strict=True)
-        return [
-            _aligned(piece, tensor.dtype).view(tensor.dtype).view(tensor.shape) for tensor, piece in pieces
-        ]
 
     def _resources(self) -> tuple[torch.cuda.Stream, list[tuple[Tensor, torch.cuda.Event]]]:
         if not hasattr(self._local, "resources"):
@@ -94,20 +97,19 @@ class Drain:
         return found
 
 
-def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    return raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-
-
 def _arrived(piece: Tensor, sent: torch.cuda.Event) -> memoryview:
     sent.synchronize()
     return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
 def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Bytes of ``tensors`` in lists of at most ``size`` together."""
+    """Bytes of ``tensors`` in lists, of one device each, of at most ``size`` together."""
     batch: list[Tensor] = []
     room = size
     for tensor in tensors:
+        if batch and batch[0].device != tensor.device:
+            yield batch
+            batch, room = [], size
         rest = tensor.reshape(-1).view(torch.uint8)
         while len(rest):
             piece, rest = rest[:room], rest[room:]
