@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from loraforge.factor.cache import CachedAdapter
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -34,6 +31,7 @@ def factor(
 
     from loraforge.factor.fleet import factorise_fleet
     from loraforge.factor.gpu import device_names
+    from loraforge.factor.spectra import spectra_records
     from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
@@ -44,34 +42,3 @@ def factor(
         write_jsonl(records, spectra_records(cached))
     modules = sum(len(adapter.modules) for adapter in cached)
     say(f"{len(cached)} adapters, {modules} modules in {cache} after {timer.s:.1f} s")
-
-
-def spectra_records(fleet: list[CachedAdapter]) -> list[dict[str, Any]]:
-    """Records of target ``spectra``: one a module, and one with the time that building the entries took.
-
-    The timing is that of the build itself, kept beside each entry, so that a run which finds entries in the
-    cache states the same; ``seconds`` is the sum and ``passes`` its single pass. Where a timing was lost, no
-    timing record is written.
-    """
-    found: list[dict[str, Any]] = []
-    for cached in fleet:
-        for name, module in cached.modules.items():
-            found.append(
-                {
-                    "adapter": cached.adapter,
-                    "module": name,
-                    "kind": name.rpartition(".")[2],
-                    "layer": next((int(part) for part in name.split(".") if part.isdigit()), None),
-                    "rank": module.rank,
-                    "scale": module.scale,
-                    "sigma": cached.spectrum(name).tolist(),
-                    "path": module.path,
-                    "action_error": module.action_error,
-                    "spectrum_error": module.spectrum_error,
-                }
-            )
-    timings = [timing for cached in fleet if (timing := cached.timing) is not None]
-    if len(timings) == len(fleet):
-        seconds = sum(timing.seconds for timing in timings)
-        found.append({"record": "timing", "name": "factor", "seconds": seconds, "passes": [seconds]})
-    return found

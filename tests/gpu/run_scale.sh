@@ -21,11 +21,11 @@ df -h "$work" | tail -n 1 | tee -a "$out/gpus.txt"
 timeout "${END_TO_END_SECONDS:-80}" python3 - "$work/qwen50" "$out/end_to_end.jsonl" <<'PY' 2>&1 | tee "$out/end_to_end.txt" || status=1
 import json, os, sys
 from pathlib import Path
-from loraforge.cli.bench import end_to_end_records
+from loraforge.benchmarks import end_to_end_records
 from loraforge.files import write_jsonl
 passes, warmups = int(os.environ.get("PASSES", "3")), int(os.environ.get("WARMUPS", "1"))
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
-records = end_to_end_records(Path(sys.argv[1]), "qwen50", "1/12", warmups, passes, spectra)
+records = end_to_end_records(Path(sys.argv[1]), "qwen50", "1/12", warmups, passes, spectra=spectra)
 write_jsonl(Path(sys.argv[2]), records)
 for record in records:
     print(json.dumps(record))
@@ -37,11 +37,11 @@ scaling=$(cat <<'PY'
 import json, os, statistics, sys
 from pathlib import Path
 import torch
-from loraforge.cli.bench import scaling_records
+from loraforge.benchmarks import scaling_records
 from loraforge.files import write_jsonl
 count = min(int(os.environ.get("DEVICES", "4")), torch.cuda.device_count())
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
-records = scaling_records("qwen50", count, 2, 5, spectra)
+records = scaling_records("qwen50", count, 2, 5, spectra=spectra)
 write_jsonl(Path(sys.argv[1]), records)
 medians = {}
 for devices in dict.fromkeys(r["devices"] for r in records):

@@ -25,8 +25,8 @@ from loraforge.factor.gpu.check import group_errors
 from loraforge.factor.gpu.engine import FAILED, allocate, factorise_groups
 from loraforge.factor.gpu.ops import Backend
 from loraforge.factor.gpu.processes import backend_on, balanced
-from loraforge.factor.gpu.recompression import EventStages
 from loraforge.factor.gpu.synthetic import DeviceFleet, device_fleet
+from loraforge.factor.gpu.timing import EventStages
 from loraforge.factor.stages import Stages
 from loraforge.fleet.shapes import Floats, ShapeFleet
 from loraforge.progress import progress
