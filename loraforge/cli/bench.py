@@ -166,7 +166,7 @@ def end_to_end(
     write_jsonl(out, records)
     timed = [record for record in records if "pass" in record]
     for arm in dict.fromkeys(record["arm"] for record in timed):
-        passes = [record for record in timed if record["arm"] == arm]
-        for stage in passes[0]["stages"]:
-            say(f"{arm + ' ' + stage:40s} {median(record['stages'][stage] for record in passes):8.4f} s")
-        say(f"{arm + ' end to end':40s} {median(record['seconds'] for record in passes):8.4f} s")
+        taken = [record for record in timed if record["arm"] == arm]
+        for stage in taken[0]["stages"]:
+            say(f"{arm + ' ' + stage:40s} {median(record['stages'][stage] for record in taken):8.4f} s")
+        say(f"{arm + ' end to end':40s} {median(record['seconds'] for record in taken):8.4f} s")
