@@ -61,9 +61,9 @@ class DeferredFleet:
     """A :class:`~loraforge.export.directions.Source` over a fleet on one GPU, for one call of :meth:`directions`.
 
     Spectra are held to the acceptance of the cache, and the directions that are built to the same of their action.
-    Adapters with a module that the GPU does not take or vouch for, or whose certificate fails, go through
-    :func:`~loraforge.factor.fleet.factorise_fleet` into ``scratch``. ``stages``: wall-clock seconds ``hash``, ``load``
-    and ``factor``. Raises what the factor stage raises.
+    Adapters with a module that the GPU does not take or vouch for, or whose certificate fails, or that do not fit, go
+    through :func:`~loraforge.factor.fleet.factorise_fleet` into ``scratch``. ``stages``: wall-clock seconds ``hash``,
+    ``load`` and ``factor``. Raises what the factor stage raises.
     """
 
     def __init__(self, fleet: Sequence[Adapter], backend: Backend, scratch: Path, stages: Stages) -> None:
@@ -87,10 +87,7 @@ class DeferredFleet:
         for shard in self._shards:
             mine = [adapter for adapter in shard.adapters if adapter.name in self._measured]
             if mine:
-                loaded = shard.loaded or load_fleet(shard.adapters, self._backend.device, self._stages)
-                shard.loaded = None
-                kept = self._build(loaded, ranks, dtype)
-                del loaded
+                kept = self._kept(shard, ranks, dtype)
                 drain = Drain(self._backend.device)
                 for adapter in mine:
                     modules = {
@@ -141,6 +138,15 @@ class DeferredFleet:
                     {name: found[index][1] for name, index in zip(names, indices, strict=True)},
                 )
         return _Shard(adapters, loaded), spectra
+
+    def _kept(self, shard: _Shard, ranks: Ranks, dtype: torch.dtype | None) -> dict[tuple[str, str], Kept]:
+        """What :meth:`_build` gives, which uses up the shard; nothing where that does not fit the device."""
+        try:
+            loaded = shard.loaded or load_fleet(shard.adapters, self._backend.device, self._stages)
+            shard.loaded = None
+            return self._build(loaded, ranks, dtype)
+        except torch.OutOfMemoryError:
+            return {}
 
     def _build(
         self, loaded: LoadedFleet, ranks: Ranks, dtype: torch.dtype | None

@@ -143,6 +143,20 @@ def test_a_fleet_larger_than_the_device_goes_in_shards(
     same_fleet(tmp_path / "many", tmp_path / "one")
 
 
+def test_directions_that_do_not_fit_after_all_go_through_the_cache_beside_the_output(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crowded(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    on_gpu(monkeypatch)
+    squeeze(folders, tmp_path / "fits", "1/4")
+    monkeypatch.setattr(deferred.DeferredFleet, "_build", crowded)
+    squeeze(folders, tmp_path / "crowded", "1/4")
+    same_fleet(tmp_path / "crowded", tmp_path / "fits")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["crowded", "fits"]
+
+
 def test_nan_is_named_and_nothing_is_written(
     tmp_path: Path, make_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,12 +34,12 @@ def kernels() -> Kernels | None:
     return Kernels() if available() else None
 
 
-def device_names(count: int | None) -> tuple[str, ...]:
-    """The first ``count`` GPUs, as torch names them; none of them by name for one or None, which mean the current.
+def device_names(count: int) -> tuple[str, ...]:
+    """The first ``count`` GPUs, as torch names them; no name for one, which is the current or, without any, the CPU.
 
     Raises UsageError for more than there are.
     """
-    if count is None or count == 1:
+    if count == 1:
         return ()
     found = torch.cuda.device_count() if available() else 0
     if count > found:
