@@ -152,9 +152,9 @@ def end_to_end(
         Path | None, typer.Option(help="records of measured spectra that a shape fleet draws from")
     ] = None,
 ) -> None:
-    """Time compression on a GPU from files to files, without a factor cache and with one that it fills.
+    """Time compression on a GPU from files to files.
 
-    Output and cache go beside FOLDER and are removed.
+    Without a factor cache, then with one that it fills. Output and cache go beside FOLDER and are removed.
     """
     from statistics import median
 
