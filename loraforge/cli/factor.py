@@ -19,6 +19,7 @@ def factor(
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference")] = "auto",
     records: Annotated[Path | None, typer.Option(help="write spectra and timing here (JSON Lines)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")] = 1,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
     from loraforge.export.options import parse_method
@@ -28,14 +29,15 @@ def factor(
     if records is not None:
         refuse_unwritable(records)
 
-    from loraforge.factor.cache import factorise_fleet
+    from loraforge.factor.fleet import factorise_fleet
+    from loraforge.factor.gpu import device_names
     from loraforge.factor.spectra import spectra_records
     from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
     fleet = open_source(source)
     with Timer() as timer:
-        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers)
+        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers, devices=device_names(devices))
     if records is not None:
         write_jsonl(records, spectra_records(cached))
     modules = sum(len(adapter.modules) for adapter in cached)
