@@ -20,6 +20,7 @@ from loraforge.allocate.spectral import half_uniform_floor, spectral
 from loraforge.allocate.uniform import uniform
 from loraforge.errors import InputError, MissingDependencyError
 from loraforge.factor import gpu
+from loraforge.factor.gpu.eigensolvers import benchmark_eigensolvers
 from loraforge.factor.gpu.ops import Backend
 from loraforge.factor.gpu.recompression import DEFAULT_METHODS, benchmark_device
 from loraforge.factor.gpu.scaling import benchmark_scaling
@@ -69,6 +70,11 @@ def device_records(
     )
     torch.cuda.empty_cache()  # the next fleet needs the memory whole
     return found
+
+
+def eigensolver_records() -> list[dict[str, Any]]:
+    """Both eigensolvers of the core at orders 16 to 128, on one GPU."""
+    return benchmark_eigensolvers(_backend("--shapes").device, seed=SEED)
 
 
 def scaling_records(

@@ -77,7 +77,7 @@ def recompression(
         )
     chosen = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     if shapes is not None:
-        from loraforge.benchmarks import device_records, scaling_records
+        from loraforge.benchmarks import device_records, eigensolver_records, scaling_records
 
         names = [name.strip() for name in shapes.split(",") if name.strip()]
         records = [
@@ -91,6 +91,8 @@ def recompression(
                 else scaling_records(name, devices, warmups, passes, spectra=spectra)
             )
         ]
+        if devices is None:
+            records += eigensolver_records()
     else:
         records = _on_cpu(source or [], adapters, chosen, warmups, passes, workers)
     write_jsonl(out, records)

@@ -35,7 +35,9 @@ def compress(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="keep no factors: faster on a GPU where one budget is all")
     ] = False,
-    devices: Annotated[int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")] = 1,
+    devices: Annotated[
+        int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
+    ] = 1,
 ) -> None:
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget

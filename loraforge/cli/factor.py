@@ -19,7 +19,9 @@ def factor(
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference")] = "auto",
     records: Annotated[Path | None, typer.Option(help="write spectra and timing here (JSON Lines)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
-    devices: Annotated[int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")] = 1,
+    devices: Annotated[
+        int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
+    ] = 1,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
     from loraforge.export.options import parse_method

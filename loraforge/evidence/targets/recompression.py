@@ -79,7 +79,24 @@ class Protocol(Record):
     budget_s: float | None = Field(default=None, ge=0)
 
 
-Item = Pass | Check | Floor | Protocol
+class Eigensolver(Record):
+    """One batched symmetric eigensolver at one order: microseconds a matrix, and its largest errors (relative
+    residual, entry of V^T V - I)."""
+
+    record: Literal["eigensolver"]
+    solver: Literal["jacobi", "library"]
+    order: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    us: float = Field(gt=0)
+    passes: int = Field(ge=1)
+    residual: float = Field(ge=0)
+    orthogonality: float = Field(ge=0)
+
+
+MAX_EIGEN_ERROR = 1e-12
+
+Timed = Pass | Check | Floor | Protocol
+Item = Timed | Eigensolver
 
 
 def _kind(value: Any) -> str:
@@ -97,7 +114,8 @@ class RecompressionTarget(Target[Item]):
             Annotated[Pass, Tag("pass")]
             | Annotated[Check, Tag("check")]
             | Annotated[Floor, Tag("floor")]
-            | Annotated[Protocol, Tag("protocol")],
+            | Annotated[Protocol, Tag("protocol")]
+            | Annotated[Eigensolver, Tag("eigensolver")],
             Discriminator(_kind),
         ]
     )
@@ -148,6 +166,7 @@ class RecompressionTarget(Target[Item]):
                 for stage, least in floors.get(label(item), {}).items():
                     summary[f"{key}.{stage}.bound"] = least.bound
         summary |= _scaling(records, fleet)
+        summary |= _eigensolvers(records)
         for items in samples(records).values():
             key = f"{items[0].fleet or fleet}.{items[0].method}"
             taken = items[0].n or 0
@@ -165,18 +184,25 @@ class RecompressionTarget(Target[Item]):
                 at_most(f"relative action error of {method}", item.max_action_error, MAX_ACTION_ERROR),
                 at_most(f"relative spectrum error of {method}", item.max_spectrum_error, MAX_SPECTRUM_ERROR),
             ]
+        for record in records:
+            if isinstance(record, Eigensolver):
+                name = f"of {record.solver} at order {record.order}"
+                found += [
+                    at_most(f"residual {name}", record.residual, MAX_EIGEN_ERROR),
+                    at_most(f"departure from orthogonality {name}", record.orthogonality, MAX_EIGEN_ERROR),
+                ]
         return found
 
     def adapters(self, records: Sequence[Item]) -> list[str]:
         return []
 
 
-def label(item: Item) -> str:
+def label(item: Timed) -> str:
     """The method, after the fleet where the record names one: ``gram``, ``qwen50.gram``, ``qwen50.gram_x4``."""
     return _method(item) if item.fleet is None else f"{item.fleet}.{_method(item)}"
 
 
-def _method(item: Item) -> str:
+def _method(item: Timed) -> str:
     devices = item.devices if isinstance(item, Pass | Check) else None
     return item.method if devices is None else f"{item.method}_x{devices}"
 
@@ -196,6 +222,22 @@ def _scaling(records: Sequence[Item], fleet: str) -> Summary:
         for devices, seconds in found.items()
         if devices > 1
     }
+
+
+def _eigensolvers(records: Sequence[Item]) -> Summary:
+    """``eigensolver.n64.jacobi_us`` and the like, and the ratio of the two where both ran."""
+    found: Summary = {}
+    times: dict[int, dict[str, float]] = {}
+    for item in records:
+        if isinstance(item, Eigensolver):
+            key = f"eigensolver.n{item.order}"
+            found[f"{key}.{item.solver}_us"] = times.setdefault(item.order, {})[item.solver] = item.us
+            found[f"{key}.{item.solver}.residual"] = item.residual
+            found[f"{key}.{item.solver}.orthogonality"] = item.orthogonality
+    for order, us in times.items():
+        if len(us) == 2:
+            found[f"eigensolver.n{order}.jacobi_over_library"] = us["jacobi"] / us["library"]
+    return found
 
 
 def passes(records: Sequence[Item]) -> dict[str, list[Pass]]:

@@ -17,7 +17,7 @@ SLAB_BYTES = 32 << 20
 
 def enter(device: torch.device) -> None:
     """Make a thread's current device this one: without it, it would take a context on the first."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:  # without an index it means the current one
         torch.cuda.set_device(device)
 
 
