@@ -18,7 +18,7 @@ from loraforge.allocate.budget import parse_budget
 from loraforge.allocate.problem import Problem
 from loraforge.allocate.spectral import half_uniform_floor, spectral
 from loraforge.allocate.uniform import uniform
-from loraforge.errors import InputError, MissingDependencyError
+from loraforge.errors import InputError, MissingDependencyError, UsageError
 from loraforge.factor import gpu
 from loraforge.factor.gpu.eigensolvers import benchmark_eigensolvers
 from loraforge.factor.gpu.ops import Backend
@@ -106,14 +106,22 @@ def end_to_end_records(
     warmups: int,
     passes: int,
     *,
+    arms: Sequence[str] | None = None,
     spectra: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """The chain from files to files on one GPU.
+    """The chain from files to files on one GPU, in the ``arms`` of :mod:`loraforge.end_to_end`, both unless given.
 
     With ``shapes``, ``folder`` must be absent or empty, and is filled with that fleet first, which stays.
     """
-    from loraforge.end_to_end import benchmark  # needs export and all that it needs, which the others do not
+    # needs export and all that it needs, which the others do not
+    from loraforge.end_to_end import ARMS, benchmark
 
+    chosen = ARMS if arms is None else tuple(arm for arm in ARMS if arm in arms)
+    if arms is not None and len(chosen) != len(arms):
+        odd = next(iter(arm for arm in arms if arm not in ARMS), arms[0])
+        raise UsageError(
+            f"takes no {odd!r}", key="--arms", remedy=f"give some of {', '.join(ARMS)}, each once"
+        )
     wanted = parse_budget(budget)
     fleet = None if shapes is None else shape_fleet(shapes)
     backend = _backend("bench end-to-end")
@@ -129,6 +137,7 @@ def end_to_end_records(
             backend,
             warmups=warmups,
             passes=passes,
+            arms=chosen,
         )
 
 

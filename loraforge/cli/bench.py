@@ -150,6 +150,10 @@ def end_to_end(
     budget: Annotated[str, typer.Option(help="share of the nominal ranks to keep")] = "1/12",
     warmups: Annotated[int, typer.Option(min=0, help="untimed passes")] = 1,
     passes: Annotated[int, typer.Option(min=1, help="timed passes")] = 3,
+    arms: Annotated[
+        str | None,
+        typer.Option(help="comma-separated: deferred (no cache), cached (fills one); default both"),
+    ] = None,
     spectra: Annotated[
         Path | None, typer.Option(help="records of measured spectra that a shape fleet draws from")
     ] = None,
@@ -164,7 +168,8 @@ def end_to_end(
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 
-    records = end_to_end_records(folder, shapes, budget, warmups, passes, spectra=spectra)
+    chosen = None if arms is None else [arm.strip() for arm in arms.split(",") if arm.strip()]
+    records = end_to_end_records(folder, shapes, budget, warmups, passes, arms=chosen, spectra=spectra)
     write_jsonl(out, records)
     timed = [record for record in records if "pass" in record]
     for arm in dict.fromkeys(record["arm"] for record in timed):
