@@ -43,9 +43,10 @@ class ModuleFactors:
     """Ordered factors of one module and how they were checked.
 
     ``s`` float64 [r], ``a`` float32 [r, d_in], ``b`` float32 [d_out, r] as in :class:`Ordered`.
-    ``action_error``: the largest relative error of ``B' (A' p)`` against ``s B (A p)`` in FP64 over eight
-    Gaussian probes p. ``spectrum_error``: the largest difference of a singular value from that of the FP64
-    reference (QR of both factors, SVD of the core), relative to the largest singular value. On a GPU the
+    ``action_error``: the relative error of ``B' (A' P)`` against ``s B (A P)`` in FP64, over the eight Gaussian
+    probes in P together: of a module of rank 1 or 2, one probe alone may meet next to nothing.
+    ``spectrum_error``: the largest difference of a singular value from that of the FP64 reference (QR of both
+    factors, SVD of the core), relative to the largest singular value. On a GPU the
     reference is :func:`loraforge.factor.gpu.check.root_spectrum`.
     """
 
@@ -138,7 +139,7 @@ def paths_of(method: Method) -> tuple[Path, ...]:
 
 
 def action_errors(batch: Batch, ordered: Ordered) -> Tensor:
-    """Largest relative action error [m] over eight probes, FP64; infinite where the result is not finite."""
+    """Relative action error [m] over eight probes together (Frobenius norms), FP64; infinite where not finite."""
     probes = torch.randn(
         batch.a.shape[2], PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130)
     )
@@ -148,9 +149,8 @@ def action_errors(batch: Batch, ordered: Ordered) -> Tensor:
     gain = torch.where(batch.gain > 0, batch.gain, 1.0).sqrt()[:, None, None]
     expected = torch.where(batch.gain[:, None, None] > 0, expected, 0.0)
     hidden = (ordered.a.to(torch.float64) @ probes) / gain
-    difference = torch.linalg.vector_norm(ordered.b.to(torch.float64) @ hidden / gain - expected, dim=1)
-    norm = torch.linalg.vector_norm(expected, dim=1)
-    return relative(difference, norm).amax(dim=-1)
+    difference = torch.linalg.vector_norm(ordered.b.to(torch.float64) @ hidden / gain - expected, dim=(1, 2))
+    return relative(difference, torch.linalg.vector_norm(expected, dim=(1, 2)))
 
 
 def spectrum_errors(reference: Tensor, s: Tensor) -> Tensor:

@@ -277,3 +277,20 @@ def test_fraq_takes_more_than_one_batch() -> None:
     batch = Batch.of(a, b, torch.ones(50))
     assert ordered.s.shape == (50, 3)
     assert action_errors(batch, ordered).max() < 3e-6
+
+
+def test_a_module_of_rank_one_is_judged_by_all_probes_together() -> None:
+    """A probe across the only direction of a module says nothing of it, however exact its factors are."""
+    from loraforge.factor.batch import Batch, Ordered
+    from loraforge.factor.engine import PROBES, action_errors
+
+    d_in, d_out = 64, 32
+    probes = torch.randn(d_in, PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130))
+    a = torch.randn(1, 1, d_in, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    a -= (a @ probes[:, 0]) / probes[:, 0].square().sum() * probes[:, 0]
+    b = torch.randn(1, d_out, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    batch = Batch.of(a.float(), b.float(), torch.ones(1, dtype=torch.float64))
+    root = (batch.a.norm() / batch.b.norm()).sqrt()
+    s = (batch.a.norm() * batch.b.norm()).reshape(1, 1)
+    ordered = Ordered(s, (batch.a / root).float(), (batch.b * root).float())
+    assert action_errors(batch, ordered).item() < 1e-6

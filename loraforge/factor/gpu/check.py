@@ -48,8 +48,8 @@ def ordered_errors(group: Group, ordered: Ordered, backend: Backend) -> tuple[Te
 
 
 def prefix_errors(full: GroupFactors, deferred: GroupFactors, d_in: int) -> Tensor:
-    """Largest relative action difference [m] of deferred factors from the same prefixes of full ones, at the
-    widths that were built; on the CPU."""
+    """Relative action difference [m], over eight probes together, of deferred factors from the same prefixes of full
+    ones, at the widths that were built; on the CPU."""
     (whole,) = full.parts
     probes = torch.randn(d_in, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130))
     probes = probes.to(whole.a.device)
@@ -61,8 +61,8 @@ def prefix_errors(full: GroupFactors, deferred: GroupFactors, d_in: int) -> Tens
             mine = slice(rows.start - part.start, rows.stop - part.start)
             wanted = whole.b[rows, :, :k].double() @ (whole.a[rows, :k].double() @ probes)
             got = part.b[mine].double() @ (part.a[mine].double() @ probes)
-            difference = torch.linalg.vector_norm(got - wanted, dim=1)
-            found.append(relative(difference, torch.linalg.vector_norm(wanted, dim=1)).amax(dim=-1))
+            difference = torch.linalg.vector_norm(got - wanted, dim=(1, 2))
+            found.append(relative(difference, torch.linalg.vector_norm(wanted, dim=(1, 2))))
     return torch.cat(found).cpu() if found else torch.empty(0)
 
 
