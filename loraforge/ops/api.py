@@ -8,6 +8,7 @@ callers and CUDA graphs record them. Which kernel runs is data (:mod:`loraforge.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ from loraforge.ops.slots import SlotTable
 
 Slices = Sequence[tuple[int, int]]
 
-_LIBRARY = torch.library.Library("loraforge", "DEF")
+_LIBRARY: Any = torch.library.Library("loraforge", "DEF")  # type: ignore[no-untyped-call]
 _PLAN = "Tensor token_slots, Tensor order, Tensor segments, Tensor count, int tile"
 _LIBRARY.define(f"shrink(Tensor x, Tensor a, Tensor table, {_PLAN}, Tensor(z!) z, int[] kernel) -> ()")
 _LIBRARY.define(
@@ -203,17 +204,7 @@ for _name, _call in (("shrink", _shrink), ("expand", _expand), ("lora", _lora)):
 
 def _module(backend: str) -> ModuleType:
     """The module that has a backend's ``shrink``, ``expand`` or ``lora``; imported at the first use."""
-    if backend == "triton":
-        from loraforge.ops import triton
-
-        return triton
-    if backend == "cpu":
-        from loraforge.ops import cpu
-
-        return cpu
-    from loraforge.ops import cuda
-
-    return cuda
+    return import_module(f"loraforge.ops.{backend if backend in ('triton', 'cpu') else 'cuda'}")
 
 
 def _check(good: bool, key: str, wanted: str) -> None:

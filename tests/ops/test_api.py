@@ -128,9 +128,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     table, plan = batch.table.tensor, batch.plan
     with pytest.raises(LoraForgeError, match=r"z: .* float32 \[planes, 5, 2, capacity\]"):
         ops.shrink(batch.x, batch.a, table, plan, batch.z[:, :4], kernel=kernel)
-    with pytest.raises(LoraForgeError, match="a: .* contiguous torch.bfloat16"):
+    with pytest.raises(LoraForgeError, match=r"a: .* contiguous torch.bfloat16"):
         ops.shrink(batch.x, batch.a.half(), table, plan, batch.z, kernel=kernel)
-    with pytest.raises(LoraForgeError, match="slices: .* 2 pairs"):
+    with pytest.raises(LoraForgeError, match=r"slices: .* 2 pairs"):
         ops.expand(batch.z, batch.b, table, plan, batch.y, [(0, 16)], kernel=kernel)
     with pytest.raises(LoraForgeError, match="within the 16 columns"):
         ops.expand(batch.z, batch.b, table, plan, batch.y, [(0, 8), (9, 8)], kernel=kernel)
