@@ -25,13 +25,15 @@ OPTIONS: dict[str, dict[str, dict[str, int]]] = {
         "reference": {},
         "cpu": {},
         "direct": {"variant": 0},
-        "triton": {"block_m": 0, "block_n": 0, "block_k": 0, "warps": 0, "stages": 0, "early": 0},
+        "triton": dict.fromkeys(
+            ("block_m", "narrow", "block_n", "block_k", "columns", "warps", "stages", "early"), 0
+        ),
     },
     "expand": {
         "reference": {},
         "cpu": {},
         "row_expand": {"tile_limit": 16, "staged": 1, "variant": 0},
-        "triton": {"block_m": 0, "block_n": 0, "blocks": 0, "warps": 0, "stages": 0, "early": 0},
+        "triton": dict.fromkeys(("block_m", "block_n", "blocks", "wide", "warps", "stages", "early"), 0),
     },
     "lora": {"fused": {"variant": 0}, "cpu": {}},
     "native": {"native": {}},
