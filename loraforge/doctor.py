@@ -175,7 +175,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "cores": cores,
         "torch": torch_report(),
         "compilers": compilers(),
-        "kernels": jit.state(),
+        "kernels": {library: jit.state(library) for library in jit.LIBRARIES},
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

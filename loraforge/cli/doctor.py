@@ -57,7 +57,7 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (name, found or "not found (only GPU kernels need it)") for name, found in report["compilers"].items()
     ]
-    rows.append(("GPU kernels", _kernels(report["kernels"])))
+    rows += [(f"GPU kernels ({name})", _kernels(state)) for name, state in report["kernels"].items()]
     return rows
 
 
