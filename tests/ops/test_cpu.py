@@ -196,6 +196,15 @@ def test_any_batch_is_the_reference(backend: str, batch: Batch, op: str) -> None
     check(batch, op)
 
 
+@pytest.mark.parametrize(("d_in", "tile"), [(31, 64), (40, 64), (96, 16), (160, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_segments(backend: str, dtype: torch.dtype, d_in: int, tile: int) -> None:
+    """Where the processor has tiles, these take them: sixteen rows and more, with every kind of rest."""
+    routing = [0] * 17 + [1, 2, -1] * 16 + [0] * 90
+    ranks = [[33, 1, 8], [5, 16, 0], [64, 17, 2]]
+    check(make(ranks, routing, d_in, [64, 40, 16], dtype=dtype, tile=tile), "two")
+
+
 @pytest.mark.parametrize("rank", [300, 1030])
 def test_ranks_beyond_every_bucket(backend: str, rank: int) -> None:
     check(make([[rank, 1]], [0] * 19 + [-1], 64, [70, 16]), "lora")
@@ -212,12 +221,14 @@ def test_a_plan_is_that_of_the_reference(backend: str, routing: list[int], tile:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
-def many() -> Batch:
+def many(tokens: int = 45) -> Batch:
     ranks = [[8, 1, 33], [0, 16, 8], [64, 8, 2], [3, 3, 3], [8, 8, 8]]
-    return make(ranks, [(7 * t) % 6 - 1 for t in range(45)], 576, [576, 192, 192])
+    routing = [(7 * token) % 6 - 1 for token in range(tokens)]
+    return make(ranks, routing, 576, [576, 192, 192], tile=64)
 
 
-def test_neither_threads_nor_the_batch_change_a_bit(backend: str) -> None:
+@pytest.mark.parametrize("tokens", [45, 200])
+def test_threads_do_not_change_a_bit(backend: str, tokens: int) -> None:
     if backend == "torch":
         pytest.skip("matrix products of torch make no such promise")
     found = []
@@ -225,7 +236,7 @@ def test_neither_threads_nor_the_batch_change_a_bit(backend: str) -> None:
     try:
         for count in (1, 2, 3, 7, 1):
             torch.set_num_threads(count)
-            batch = many()
+            batch = many(tokens)
             batch.run("lora")
             found.append((batch.y, batch.z))
     finally:
@@ -233,6 +244,13 @@ def test_neither_threads_nor_the_batch_change_a_bit(backend: str) -> None:
     for y, z in found[1:]:
         assert torch.equal(y, found[0][0])
         assert torch.equal(z.nan_to_num(-7), found[0][1].nan_to_num(-7))
+
+
+def test_the_batch_around_a_token_does_not_change_a_bit(backend: str) -> None:
+    if backend == "torch":
+        pytest.skip("matrix products of torch make no such promise")
+    together = many()
+    together.run("lora")
     for token in (1, 17, 44):
         alone = many()
         only = torch.full_like(alone.plan.token_slots, plans.BASE)
@@ -240,7 +258,7 @@ def test_neither_threads_nor_the_batch_change_a_bit(backend: str) -> None:
         alone.plan.token_slots.copy_(only)
         cpu.fill(alone.plan, alone.table.slots)
         alone.run("two")
-        assert torch.equal(alone.y[token], found[0][0][token])
+        assert torch.equal(alone.y[token], together.y[token])
 
 
 def test_the_public_op_runs_it(backend: str) -> None:

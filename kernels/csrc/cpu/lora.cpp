@@ -1,15 +1,18 @@
 // Low-rank products of many adapters in one batch on a CPU: Z = X A^T and Y += scale Z B^T (paper, section 5).
 //
 // Tokens of one adapter are a segment, so that A and B are read once for up to a tile of rows. Shrink: FP32 dot products
-// of four rows and four directions at a time. Expand: B is transposed in registers, sixteen channels at a time, into an
+// of four rows and four directions at a time, or of sixteen and sixteen where segments are long enough and the
+// processor has tiles. Expand: B is transposed in registers, sixteen channels at a time, into an
 // FP32 panel in the first-level cache that all rows of the segment use. Work is divided by its estimated cost; one
-// number is always made by one thread and in one order, whatever the batch around it and the number of threads.
+// number is made by one thread and in one order whatever the number of threads, and whatever the batch around it except
+// for the choice between the two shrinks.
 #include <omp.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "loraforge/cpu/lanes.h"
+#include "loraforge/cpu/tiles.h"
 
 namespace loraforge::cpu {
 namespace {
@@ -57,14 +60,26 @@ int chunk_channels(int rank) { return rank <= 16 ? 256 : rank <= 64 ? 128 : rank
 
 int ceil_div(int value, int by) { return (value + by - 1) / by; }
 
+// Whether a segment is long enough for tiles, and there are any.
+template <class T>
+bool tiled(const Segment& segment) {
+#ifdef LF_AMX
+    return std::is_same_v<T, Bf16> && segment.rows >= kTile && tiles_allowed();
+#else
+    (void)segment;
+    return false;
+#endif
+}
+
 struct Work {
     int units;
     double each;  // estimated cycles of a unit
 };
 
+template <class T>
 Work shrink_work(const Batch& batch, const Segment& segment, int slice) {
-    const double steps = batch.d_in / 32.0;
-    return {ceil_div(batch.slot(segment, slice).rank, kGroup), kGroup * steps * (segment.rows + 2)};
+    const double steps = batch.d_in / 32.0, rows = tiled<T>(segment) ? segment.rows / 5.0 : segment.rows + 2;
+    return {ceil_div(batch.slot(segment, slice).rank, kGroup), kGroup * steps * 2 * rows};
 }
 
 Work expand_work(const Batch& batch, const Segment& segment, int slice) {
@@ -299,8 +314,12 @@ void expand_chunk(const Batch& batch, const Segment& segment, int slice, int col
     const int32_t* tokens = batch.order + segment.first;
     const int first = batch.first[slice] + column;
     int row = 0;
-    for (; row + 4 <= segment.rows; row += 4)
+    for (; row + 4 <= segment.rows; row += 4) {
+        for (int next = row + 4; next < std::min(row + 8, segment.rows); ++next)
+            for (int at = 0; at < channels; at += 2 * kLanes)
+                __builtin_prefetch(batch.y + tokens[next] * batch.y_stride + first + at, 1);
         expand_rows<T, 4>(batch, tokens + row, slice, slot, panel, stride, first, channels);
+    }
     if (row + 2 <= segment.rows) {
         expand_rows<T, 2>(batch, tokens + row, slice, slot, panel, stride, first, channels);
         row += 2;
@@ -320,23 +339,86 @@ size_t panel_size(const Batch& batch) {
     return most;
 }
 
-// A panel of this thread's own that only ever grows.
-float* own_panel(size_t size) {
-    thread_local std::vector<float> panel;
-    if (panel.size() < size + kLanes) panel.resize(size + kLanes);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(panel.data()) + 63) & ~uintptr_t(63));
+// Memory of this thread's own that only ever grows.
+template <class Number>
+Number* own(std::vector<Number>& memory, size_t size) {
+    constexpr size_t kLine = 64 / sizeof(Number);
+    if (memory.size() < size + kLine) memory.resize(size + kLine);
+    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
 }
+
+#ifdef LF_AMX
+// As shrink_units, by tiles; `tiles` holds the tokens of the segment.
+void tile_units(const Batch& batch, const Segment& segment, int slice, int from, int to, const uint32_t* tiles) {
+    const Slot& slot = batch.slot(segment, slice);
+    const int32_t* tokens = batch.order + segment.first;
+    const int end = std::min(to * kGroup, slot.rank), d_in = batch.d_in, left = d_in % kStep;
+    const int64_t apart = int64_t(ceil_div(d_in, kStep)) * kTileWords;
+    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    alignas(64) float sums[kGroups * kTileWords];
+    alignas(64) uint16_t rest[kTile * kStep] = {};
+    int configured = 0;
+    for (int j = from * kGroup; j < end; j += kTile) {
+        const int live = std::min(end - j, kTile);
+        const uint16_t* a = batch.a + slot.a + int64_t(j) * d_in;
+        if (live != configured) {
+            const TileConfig config(live);
+            _tile_loadconfig(&config);
+            configured = live;
+        }
+        for (int r = 0; left && r < live; ++r)
+            std::memcpy(rest + r * kStep, a + (r + 1) * int64_t(d_in) - left, left * sizeof *rest);
+        for (int row = 0; row < segment.rows; row += kGroups * kTile) {
+            const uint32_t* mine = tiles + row / kTile * apart;
+            const int rows = std::min(segment.rows - row, kGroups * kTile);
+            switch (ceil_div(rows, kTile)) {
+                case 1: tile_dots<1>(a, d_in, left ? rest : nullptr, mine, apart, sums); break;
+                case 2: tile_dots<2>(a, d_in, left ? rest : nullptr, mine, apart, sums); break;
+                case 3: tile_dots<3>(a, d_in, left ? rest : nullptr, mine, apart, sums); break;
+                default: tile_dots<4>(a, d_in, left ? rest : nullptr, mine, apart, sums);
+            }
+            const __mmask16 mask = __mmask16((1u << live) - 1);
+            for (int r = 0; r < rows; ++r) {
+                const float* from_column = sums + r / kTile * kTileWords + r % kTile;
+                const __m512 values = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, column, from_column, 4);
+                _mm512_mask_storeu_ps(batch.z_row(tokens[row + r], slice) + j, mask, values);
+            }
+        }
+    }
+}
+#endif
 
 template <class T>
 void shrink(const Batch& batch, int thread, int threads) {
-    share(batch, shrink_work, thread, threads, [&](const Segment& segment, int slice, int from, int to) {
+#ifdef LF_AMX
+    thread_local std::vector<uint32_t> memory;
+    const Segment* held = nullptr;  // whose tokens lie in the memory
+    uint32_t* tiles = nullptr;
+#endif
+    share(batch, shrink_work<T>, thread, threads, [&](const Segment& segment, int slice, int from, int to) {
+#ifdef LF_AMX
+        if (tiled<T>(segment)) {
+            if (held != &segment) {
+                const size_t groups = ceil_div(segment.rows, kTile), steps = ceil_div(batch.d_in, kStep);
+                tiles = own(memory, groups * steps * kTileWords);
+                tile_tokens(batch.x, batch.x_stride, batch.order + segment.first, segment.rows, batch.d_in, tiles);
+                held = &segment;
+            }
+            tile_units(batch, segment, slice, from, to, tiles);
+            return;
+        }
+#endif
         shrink_units<T>(batch, segment, slice, from, to);
     });
+#ifdef LF_AMX
+    if (held) _tile_release();
+#endif
 }
 
 template <class T>
 void expand(const Batch& batch, int thread, int threads) {
-    float* panel = own_panel(panel_size(batch));
+    thread_local std::vector<float> memory;
+    float* panel = own(memory, panel_size(batch));
     share(batch, expand_work, thread, threads, [&](const Segment& segment, int slice, int from, int to) {
         const int width = chunk_channels(batch.slot(segment, slice).rank);
         for (int unit = from; unit < to; ++unit)
@@ -348,7 +430,7 @@ void expand(const Batch& batch, int thread, int threads) {
 template <class T>
 void run(const Batch& batch) {
     const double cycles =
-        (batch.x ? total(batch, shrink_work) : 0) + (batch.y ? total(batch, expand_work) : 0);
+        (batch.x ? total(batch, shrink_work<T>) : 0) + (batch.y ? total(batch, expand_work) : 0);
     const int threads = cycles < kWorthThreads || omp_in_parallel() ? 1 : omp_get_max_threads();
     if (threads == 1) {
         if (batch.x) shrink<T>(batch, 0, 1);
@@ -373,6 +455,9 @@ extern "C" {
 
 // The instructions that the products were compiled for.
 const char* lf_cpu_isa() {
+#if defined(LF_AMX)
+    if (loraforge::cpu::tiles_allowed()) return "AVX-512 with BF16 dot products, AMX tiles";
+#endif
 #if defined(LF_AVX512_BF16)
     return "AVX-512 with BF16 dot products";
 #elif defined(LF_AVX512)

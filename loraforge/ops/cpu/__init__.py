@@ -1,8 +1,9 @@
 """The products on the processor: C++ with OpenMP where a compiler has built it, plain torch where not.
 
 The same operands and the same rules as on a GPU (:mod:`loraforge.ops`): rank-aware, tokens of one adapter handled
-together, tokens without an adapter untouched. Z has one plane: a core makes every sum whole. The result of a token
-depends neither on the batch around it nor on the number of threads, which is torch's.
+together, tokens without an adapter untouched. Z has one plane: a core makes every sum whole. Compiled, a token's result
+does not depend on the number of threads, which is torch's, and on the batch around it only where the processor has AMX
+tiles, which take segments of sixteen tokens and more in another order of summation.
 """
 
 from __future__ import annotations
