@@ -287,6 +287,8 @@ def test_operands_that_do_not_fit_are_refused(backend: str) -> None:
         cpu.expand(
             batch.z.expand(2, -1, -1, -1), batch.b, batch.table.tensor, batch.plan, batch.y, batch.slices
         )
+    with pytest.raises(LoraForgeError, match="2 for 3 slices"):
+        cpu.expand(batch.z, batch.b, batch.table.tensor, batch.plan, batch.y, batch.slices[:2])
     with pytest.raises(LoraForgeError, match="45 dense rows"):
         cpu.shrink(batch.x.T, batch.a, batch.table.tensor, batch.plan, batch.z)
 

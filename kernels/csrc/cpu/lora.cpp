@@ -1,11 +1,10 @@
 // Low-rank products of many adapters in one batch on a CPU: Z = X A^T and Y += scale Z B^T (paper, section 5).
 //
 // Tokens of one adapter are a segment, so that A and B are read once for up to a tile of rows. Shrink: FP32 dot products
-// of four rows and four directions at a time, or of sixteen and sixteen where segments are long enough and the
-// processor has tiles. Expand: B is transposed in registers, sixteen channels at a time, into an
-// FP32 panel in the first-level cache that all rows of the segment use. Work is divided by its estimated cost; one
-// number is made by one thread and in one order whatever the number of threads, and whatever the batch around it except
-// for the choice between the two shrinks.
+// of four rows and four directions at a time, or of sixteen and sixteen where segments are long enough and the processor
+// has tiles. Expand: B is transposed in registers, sixteen channels at a time, into an FP32 panel in the first-level
+// cache that all rows of the segment use. Work is divided by its estimated cost. One number is made by one thread and in
+// one order whatever the number of threads, and whatever the batch around it except for the choice between the shrinks.
 #include <omp.h>
 
 #include <algorithm>

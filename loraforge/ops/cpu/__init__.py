@@ -9,6 +9,7 @@ tiles, which take segments of sixteen tokens and more in another order of summat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from loraforge.errors import LoraForgeError
 from loraforge.ops.cpu import fallback, native
 from loraforge.ops.plan import Plan
+from loraforge.ops.slots import MAX_SLICES
 
 Slices = Sequence[tuple[int, int]]
 
@@ -48,16 +50,20 @@ def shrink(x: Tensor, a: Tensor, table: Tensor, plan: Plan, z: Tensor) -> None:
 
     Raises LoraForgeError for another dtype, or a ``z`` of several planes.
     """
-    code = _code(z, (x,), (a,))
+    planes, tokens, count, capacity = z.shape
+    rows, d_in = x.shape
+    code = DTYPES.get(x.dtype)
+    if code is None or a.dtype != x.dtype or planes != 1 or rows != tokens or x.stride(1) != 1:
+        _refuse(z, (x,), (a,))
     library = native.library()
     if library is None:
         fallback.shrink(x, a, table, plan, z)
-        return
-    library.lf_cpu_lora(
-        *(x.data_ptr(), x.stride(0), code, a.data_ptr(), None, table.data_ptr(), z.shape[2], x.shape[1]),
-        *(plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr(), z.data_ptr(), z.shape[3]),
+    elif library.lf_cpu_lora(
+        *(x.data_ptr(), x.stride(0), code, a.data_ptr(), None, table.data_ptr(), count, d_in),
+        *(plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr(), z.data_ptr(), capacity),
         *(None, 0, None, None),
-    )
+    ):
+        _unsupported(count)
 
 
 def expand(z: Tensor, b: Tensor, table: Tensor, plan: Plan, y: Tensor, slices: Slices) -> None:
@@ -66,17 +72,20 @@ def expand(z: Tensor, b: Tensor, table: Tensor, plan: Plan, y: Tensor, slices: S
 
     Raises LoraForgeError for another dtype, or a ``z`` of several planes.
     """
-    code = _code(z, (y,), (b,))
+    planes, tokens, count, capacity = z.shape
+    code = DTYPES.get(y.dtype)
+    if code is None or b.dtype != y.dtype or planes != 1 or y.shape[0] != tokens or y.stride(1) != 1:
+        _refuse(z, (y,), (b,))
+    first, channels = native.extents(tuple(slices), count)
     library = native.library()
     if library is None:
         fallback.expand(z, b, table, plan, y, slices)
-        return
-    first, channels = native.extents(tuple(slices))
-    library.lf_cpu_lora(
-        *(None, 0, code, None, b.data_ptr(), table.data_ptr(), z.shape[2], 0),
-        *(plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr(), z.data_ptr(), z.shape[3]),
+    elif library.lf_cpu_lora(
+        *(None, 0, code, None, b.data_ptr(), table.data_ptr(), count, 0),
+        *(plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr(), z.data_ptr(), capacity),
         *(y.data_ptr(), y.stride(0), first, channels),
-    )
+    ):
+        _unsupported(count)
 
 
 def lora(
@@ -95,38 +104,52 @@ def lora(
     ``z``: workspace [1, T, slices, capacity] FP32, contents undefined before and after. ``sync`` is for GPUs.
     Raises LoraForgeError as the two do.
     """
-    code = _code(z, (x, y), (a, b))
+    planes, tokens, count, capacity = z.shape
+    rows, d_in = x.shape
+    dtype = x.dtype
+    code = DTYPES.get(dtype)
+    # written out, since this runs for every projection of every layer in every step
+    if (
+        code is None
+        or a.dtype != dtype
+        or b.dtype != dtype
+        or y.dtype != dtype
+        or planes != 1
+        or rows != tokens
+        or y.shape[0] != tokens
+        or x.stride(1) != 1
+        or y.stride(1) != 1
+    ):
+        _refuse(z, (x, y), (a, b))
+    first, channels = native.extents(tuple(slices), count)
     library = native.library()
     if library is None:
         fallback.shrink(x, a, table, plan, z)
         fallback.expand(z, b, table, plan, y, slices)
-        return
-    first, channels = native.extents(tuple(slices))
-    library.lf_cpu_lora(
-        *(x.data_ptr(), x.stride(0), code, a.data_ptr(), b.data_ptr(), table.data_ptr(), z.shape[2]),
-        *(x.shape[1], plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr()),
-        *(z.data_ptr(), z.shape[3], y.data_ptr(), y.stride(0), first, channels),
-    )
+    elif library.lf_cpu_lora(
+        *(x.data_ptr(), x.stride(0), code, a.data_ptr(), b.data_ptr(), table.data_ptr(), count, d_in),
+        *(plan.order.data_ptr(), plan.segments.data_ptr(), plan.count.data_ptr(), z.data_ptr(), capacity),
+        *(y.data_ptr(), y.stride(0), first, channels),
+    ):
+        _unsupported(count)
 
 
-def _code(z: Tensor, activations: tuple[Tensor, ...], factors: tuple[Tensor, ...]) -> int:
-    """The code of the operands' dtype."""
+def _refuse(z: Tensor, activations: tuple[Tensor, ...], factors: tuple[Tensor, ...]) -> NoReturn:
+    """Say which operand does not fit."""
     if z.shape[0] != 1:
         raise LoraForgeError(
             f"{z.shape[0]} planes", key="z", remedy="give one plane: on a CPU every sum is made whole"
         )
-    dtype = activations[0].dtype
-    if dtype not in DTYPES or any(tensor.dtype != dtype for tensor in (*activations, *factors)):
+    dtypes = [tensor.dtype for tensor in (*activations, *factors)]
+    if dtypes[0] not in DTYPES or len(set(dtypes)) > 1:
         raise LoraForgeError(
-            " and ".join(str(tensor.dtype) for tensor in (*activations, *factors)),
+            " and ".join(map(str, dtypes)),
             key="dtype",
             remedy="give operands of one dtype, bfloat16 or float16",
         )
-    for tensor in activations:
-        if tensor.shape[0] != z.shape[1] or tensor.stride(1) != 1:
-            raise LoraForgeError(
-                f"{list(tensor.shape)} with strides {list(tensor.stride())}",
-                key="x and y",
-                remedy=f"give {z.shape[1]} dense rows",
-            )
-    return DTYPES[dtype]
+    shapes = ", ".join(f"{list(tensor.shape)} with strides {list(tensor.stride())}" for tensor in activations)
+    raise LoraForgeError(shapes, key="x and y", remedy=f"give {z.shape[1]} dense rows")
+
+
+def _unsupported(slices: int) -> NoReturn:
+    raise LoraForgeError(f"{slices} slices", key="table", remedy=f"give 1 to {MAX_SLICES}")

@@ -48,7 +48,14 @@ def instructions() -> str:
 
 
 @cache
-def extents(slices: tuple[tuple[int, int], ...]) -> tuple[Any, Any]:
-    """First channels and numbers of channels as host arrays, kept for good: a model has a handful."""
-    kind = ctypes.c_int * len(slices)
+def extents(slices: tuple[tuple[int, int], ...], count: int) -> tuple[Any, Any]:
+    """First channels and numbers of channels as host arrays, kept for good: a model has a handful.
+
+    Raises LoraForgeError where there are not ``count`` slices.
+    """
+    if len(slices) != count:
+        raise LoraForgeError(
+            f"{len(slices)} for {count} slices of z", key="slices", remedy="give one a slice"
+        )
+    kind = ctypes.c_int * count
     return kind(*(first for first, _ in slices)), kind(*(channels for _, channels in slices))
