@@ -18,6 +18,13 @@ namespace {
 
 constexpr int kMaxSlices = 3;
 constexpr int kGroup = 4;               // directions that one work unit of shrink takes
+#ifdef LF_AVX512
+constexpr int kHeight = 4;              // rows at a time: sums fill the registers
+constexpr int kVectorsTall = 4, kVectorsFlat = 8;  // sixteen channels each, at four rows and at fewer
+#else
+constexpr int kHeight = 2;
+constexpr int kVectorsTall = 2, kVectorsFlat = 2;
+#endif
 constexpr double kWorthThreads = 20e3;  // cycles: below, waking the other threads costs more than they save
 
 struct Slot {  // loraforge/ops/slots.py
@@ -175,12 +182,16 @@ void shrink_units(const Batch& batch, const Segment& segment, int slice, int fro
     const int32_t* tokens = batch.order + segment.first;
     const int first = from * kGroup, end = std::min(to * kGroup, slot.rank);
     int row = 0;
+#ifdef LF_AVX512
     for (; row + 4 <= segment.rows; row += 4) shrink_rows<T, 4, 1>(batch, tokens + row, slot, slice, first, end);
     if (segment.rows - row >= 2) {
         shrink_rows<T, 2, 2>(batch, tokens + row, slot, slice, first, end);
         row += 2;
     }
     if (row < segment.rows) shrink_rows<T, 1, 2>(batch, tokens + row, slot, slice, first, end);
+#else
+    for (; row < segment.rows; ++row) shrink_rows<T, 1, 1>(batch, tokens + row, slot, slice, first, end);
+#endif
 }
 
 // Directions [0, live) of a block of up to sixteen rows of B, as FP32 panel[direction][channel]. No element past
@@ -289,7 +300,7 @@ void multiply(const float* const (&z)[R], int rank, const float* panel, int stri
 template <class T, int R>
 void expand_rows(const Batch& batch, const int32_t* tokens, int slice, const Slot& slot, const float* panel,
                  int stride, int column, int channels) {
-    constexpr int kVectors = R == 4 ? 4 : 8;
+    constexpr int kVectors = R == kHeight ? kVectorsTall : kVectorsFlat;
     const float* z[R];
     uint16_t* y[R];
     for (int r = 0; r < R; ++r) {
@@ -313,13 +324,13 @@ void expand_chunk(const Batch& batch, const Segment& segment, int slice, int col
     const int32_t* tokens = batch.order + segment.first;
     const int first = batch.first[slice] + column;
     int row = 0;
-    for (; row + 4 <= segment.rows; row += 4) {
-        for (int next = row + 4; next < std::min(row + 8, segment.rows); ++next)
+    for (; row + kHeight <= segment.rows; row += kHeight) {
+        for (int next = row + kHeight; next < std::min(row + 2 * kHeight, segment.rows); ++next)
             for (int at = 0; at < channels; at += 2 * kLanes)
                 __builtin_prefetch(batch.y + tokens[next] * batch.y_stride + first + at, 1);
-        expand_rows<T, 4>(batch, tokens + row, slice, slot, panel, stride, first, channels);
+        expand_rows<T, kHeight>(batch, tokens + row, slice, slot, panel, stride, first, channels);
     }
-    if (row + 2 <= segment.rows) {
+    if (kHeight > 2 && row + 2 <= segment.rows) {
         expand_rows<T, 2>(batch, tokens + row, slice, slot, panel, stride, first, channels);
         row += 2;
     }

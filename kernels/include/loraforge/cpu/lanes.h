@@ -8,6 +8,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define LF_AVX512 1
+#endif
+#if defined(LF_AVX512) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 #if defined(LF_AVX512) && defined(__AVX512BF16__)
@@ -20,19 +22,41 @@ constexpr int kLanes = 16;
 
 #ifdef LF_AVX512
 using Lanes = __m512;
+
+inline Lanes broadcast(float value) { return _mm512_set1_ps(value); }
 #else
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+#ifdef __AVX__
+constexpr int kPart = 8;
+#else
+constexpr int kPart = 4;
 #endif
+typedef float Part __attribute__((vector_size(4 * kPart)));
+
+// In registers of the machine's own width: the compiler keeps wider vectors in memory.
+struct Lanes {
+    Part part[kLanes / kPart];
+};
 
 inline Lanes broadcast(float value) {
-#ifdef LF_AVX512
-    return _mm512_set1_ps(value);
-#else
     Lanes lanes;
-    for (int i = 0; i < kLanes; ++i) lanes[i] = value;
+    for (Part& part : lanes.part) part = Part{} + value;
     return lanes;
-#endif
 }
+
+inline Lanes operator+(Lanes a, const Lanes& b) {
+    for (int i = 0; i < kLanes / kPart; ++i) a.part[i] += b.part[i];
+    return a;
+}
+
+inline Lanes operator*(Lanes a, const Lanes& b) {
+    for (int i = 0; i < kLanes / kPart; ++i) a.part[i] *= b.part[i];
+    return a;
+}
+
+inline Lanes operator*(float scale, const Lanes& b) { return broadcast(scale) * b; }
+
+inline Lanes& operator+=(Lanes& a, const Lanes& b) { return a = a + b; }
+#endif
 
 inline Lanes load_lanes(const float* from) {
     Lanes value;
@@ -51,14 +75,23 @@ struct Bf16 {
         return value;
     }
 
-    static uint16_t narrow(float value) {  // to nearest, ties to even; NaN stays NaN
-        uint32_t bits;
-        std::memcpy(&bits, &value, sizeof bits);
-        if (value != value) return uint16_t(bits >> 16 | 0x40);
-        return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#ifndef LF_AVX512
+    static Lanes widen_all(const uint16_t* from) {
+        uint32_t wide[kLanes];
+        for (int i = 0; i < kLanes; ++i) wide[i] = uint32_t(from[i]) << 16;
+        Lanes value;
+        std::memcpy(&value, wide, sizeof value);
+        return value;
     }
-
-#ifdef LF_AVX512
+    static void narrow_all(Lanes value, uint16_t* to) {
+        uint32_t bits[kLanes];
+        std::memcpy(bits, &value, sizeof value);
+        for (int i = 0; i < kLanes; ++i) {
+            const uint32_t rounded = bits[i] + 0x7fff + (bits[i] >> 16 & 1), quiet = bits[i] | 0x400000;
+            to[i] = uint16_t(((bits[i] & 0x7fffffff) > 0x7f800000 ? quiet : rounded) >> 16);
+        }
+    }
+#else
     static Lanes widen(__m256i bits) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
@@ -90,14 +123,32 @@ struct Fp16 {
         return float(value);
     }
 
-    static uint16_t narrow(float value) {
-        const _Float16 half = _Float16(value);
-        uint16_t bits;
-        std::memcpy(&bits, &half, sizeof bits);
-        return bits;
+#ifndef LF_AVX512
+    static Lanes widen_all(const uint16_t* from) {
+        float wide[kLanes];
+#ifdef __F16C__
+        for (int i = 0; i < kLanes; i += 8)
+            _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#else
+        for (int i = 0; i < kLanes; ++i) wide[i] = widen(from[i]);
+#endif
+        return load_lanes(wide);
     }
-
-#ifdef LF_AVX512
+    static void narrow_all(Lanes value, uint16_t* to) {
+        float wide[kLanes];
+        store_lanes(wide, value);
+#ifdef __F16C__
+        for (int i = 0; i < kLanes; i += 8)
+            _mm_storeu_si128((__m128i*)(to + i),
+                             _mm256_cvtps_ph(_mm256_loadu_ps(wide + i), _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int i = 0; i < kLanes; ++i) {
+            const _Float16 half = _Float16(wide[i]);
+            std::memcpy(to + i, &half, sizeof half);
+        }
+#endif
+    }
+#else
     static Lanes widen(__m256i bits) { return _mm512_cvtph_ps(bits); }
     static Lanes even(__m512i pairs) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)); }
     static Lanes odd(__m512i pairs) { return even(_mm512_srli_epi32(pairs, 16)); }
@@ -114,12 +165,10 @@ inline Lanes load(const uint16_t* from, int n) {
     if (__builtin_constant_p(n) && n == kLanes) return T::widen(_mm256_loadu_si256((const __m256i*)from));
     return T::widen(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), from));
 #else
-    Lanes value{};
-    if (n == kLanes)
-        for (int i = 0; i < kLanes; ++i) value[i] = T::widen(from[i]);
-    else
-        for (int i = 0; i < n; ++i) value[i] = T::widen(from[i]);
-    return value;
+    if (n == kLanes) return T::widen_all(from);
+    uint16_t some[kLanes] = {};
+    std::memcpy(some, from, n * sizeof *from);
+    return T::widen_all(some);
 #endif
 }
 
@@ -128,10 +177,9 @@ inline void store(uint16_t* to, Lanes value, int n) {
 #ifdef LF_AVX512
     _mm256_mask_storeu_epi16(to, __mmask16((1u << n) - 1), T::narrow(value));
 #else
-    if (n == kLanes)
-        for (int i = 0; i < kLanes; ++i) to[i] = T::narrow(value[i]);
-    else
-        for (int i = 0; i < n; ++i) to[i] = T::narrow(value[i]);
+    uint16_t all[kLanes];
+    T::narrow_all(value, all);
+    std::memcpy(to, all, n * sizeof *to);
 #endif
 }
 
