@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,18 @@ from loraforge.allocate.allocation import allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import allocate, problem_of
 from loraforge.config import Layout, Policy
+from loraforge.export.directions import CachedFleet, Source
 from loraforge.export.manifest import Manifest
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.writer import export_fleet
-from loraforge.factor.cache import factorise_fleet
-from loraforge.files import refuse_non_empty, refuse_to_replace
+from loraforge.factor import gpu
+from loraforge.factor.fleet import factorise_fleet
+from loraforge.factor.stages import Stages
+from loraforge.files import refuse_non_empty, refuse_to_replace, scratch_folder
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.peft_io import Adapter
 from loraforge.fleet.source import open_source
-from loraforge.progress import Timer, say
+from loraforge.progress import say
 
 
 @dataclass(frozen=True)
@@ -34,49 +38,60 @@ def compress(
     budget: Budget,
     out: Path,
     *,
-    cache: Path,
+    cache: Path | None,
     policy: Policy = "spectral",
     layouts: Sequence[Layout] = LAYOUTS,
     dtype: str = "bfloat16",
     force: bool = False,
+    devices: Sequence[str] = (),
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
-    Peak memory is that of one adapter's factors and the fleet's spectra. ``cache`` keeps factors, so that another
-    budget costs only allocation and export. Raises every :class:`~loraforge.errors.LoraForgeError` that the
-    stages do; ``out`` appears whole or not at all.
+    ``cache`` keeps all factors, so that another budget costs only allocation and export. None keeps none: on one GPU
+    only the directions that the budget keeps are then built, and nothing but the output is written; elsewhere
+    factors are put beside ``out`` and removed. ``devices``: see :func:`~loraforge.factor.fleet.factorise_fleet`.
+
+    On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
+    (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
+    :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
-    refuse_to_replace(out, [*source, cache])
-    seconds: dict[str, float] = {}
-    with Timer() as timer:
+    refuse_to_replace(out, [*source] if cache is None else [*source, cache])
+    stages = Stages()
+    with stages("verify"):
         fleet = open_source(source)
         refuse_to_replace(out, [adapter.path for adapter in fleet])
-    seconds["verify"] = timer.s
-    with Timer() as timer:
-        cached = factorise_fleet(fleet, cache)
-    seconds["factor"] = timer.s
-    with Timer() as timer:
-        problem = problem_of(cached)
-        allocation = allocate(problem, policy, budget, bytes_per_parameter=width or widest(fleet))
-        chosen = allocation_file(fleet_name(source), problem, allocation)
-    seconds["allocate"] = timer.s
-    if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
-        say(warning)
-    factors = dict(zip((adapter.name for adapter in fleet), cached, strict=True))
-    with Timer() as timer:
-        manifest = export_fleet(
-            fleet,
-            lambda adapter: factors[adapter.name],
-            chosen,
-            out,
-            layouts=layouts,
-            dtype=dtype,
-            force=force,
-        )
-    seconds["export"] = timer.s
-    return Compressed(manifest, seconds)
+    with _factorised(fleet, cache, out, devices, stages) as factors:
+        with stages("allocate"):
+            problem = problem_of(factors.spectra)
+            allocation = allocate(problem, policy, budget, bytes_per_parameter=width or widest(fleet))
+            chosen = allocation_file(fleet_name(source), problem, allocation)
+        if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
+            say(warning)
+        # a deferred fleet builds its directions while it is exported
+        before = sum(stages.seconds.values())
+        with stages("export"):
+            manifest = export_fleet(fleet, factors, chosen, out, layouts=layouts, dtype=dtype, force=force)
+        stages.add("export", before + stages.seconds["export"] - sum(stages.seconds.values()))
+    return Compressed(manifest, stages.seconds)
+
+
+@contextmanager
+def _factorised(
+    fleet: Sequence[Adapter], cache: Path | None, out: Path, devices: Sequence[str], stages: Stages
+) -> Iterator[Source]:
+    if cache is not None:
+        yield CachedFleet(fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages))
+        return
+    backend = gpu.kernels() if len(devices) <= 1 else None
+    with scratch_folder(out.resolve()) as scratch:
+        if backend is None:
+            yield CachedFleet(fleet, factorise_fleet(fleet, scratch, devices=devices, stages=stages))
+        else:
+            from loraforge.export.deferred import DeferredFleet  # not imported where there is no GPU
+
+            yield DeferredFleet(fleet, backend, scratch, stages)
 
 
 def widest(fleet: Sequence[Adapter]) -> int:

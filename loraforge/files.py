@@ -20,6 +20,8 @@ from loraforge.errors import InputError, LoraForgeError, OutputError
 
 _CHUNK = 1 << 20
 _STARTED = time.time()  # of this process, nearly
+# it can be read by setting it only, which threads that write at once would do to each other
+os.umask(_UMASK := os.umask(0))
 
 
 def sha256_file(path: Path) -> str:
@@ -133,9 +135,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files private; results are not secrets
+        os.chmod(temporary, 0o666 & ~_UMASK)  # mkstemp makes files private; results are not secrets
         with open(temporary, "rb") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
@@ -179,23 +179,33 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
     """
     path = Path(path)
     place = path.resolve()  # what a link points to is replaced, not the link
-    temporary: Path | None = None
-    lock: int | None = None
     try:
         refuse_non_empty(path, force=force)
+        with scratch_folder(place) as temporary:
+            os.chmod(temporary, 0o755)
+            yield temporary
+            _put_in_place(temporary, place)
+    except OSError as error:
+        raise output_error(error, path) from error
+
+
+@contextmanager
+def scratch_folder(place: Path) -> Iterator[Path]:
+    """Give a new temporary folder beside ``place``, which goes again; so does, first, what a killed run left there.
+
+    Raises OutputError where none can be made.
+    """
+    try:
         place.parent.mkdir(parents=True, exist_ok=True)
         _sweep(place)
         temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
         lock = _lock_folder(temporary)
-        os.chmod(temporary, 0o755)
-        yield temporary
-        _put_in_place(temporary, place)
-        temporary = None
     except OSError as error:
-        raise output_error(error, path) from error
+        raise output_error(error, place) from error
+    try:
+        yield temporary
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

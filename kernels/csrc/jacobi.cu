@@ -1,18 +1,13 @@
 // Launcher of the batched FP64 Jacobi eigensolver.
-#include "loraforge/jacobi.cuh"
+#include "loraforge/jacobi_onesided.cuh"
 
 namespace {
 
 using namespace lf;
 
-template <int kSize>
-int launch(const double* g, double* w, double* v, int* sweeps, int64_t m, int n, stream_t stream) {
-    using Plan = jacobi::Plan<kSize>;
-    constexpr size_t shared = Plan::matrices * sizeof(jacobi::Shared<kSize>);
-    const int64_t blocks = (m + Plan::matrices - 1) / Plan::matrices;
-    if (const auto e = allow_shared(jacobi::shared_kernel<kSize>, shared); e != kOk) return e;
-    jacobi::shared_kernel<kSize><<<static_cast<unsigned>(blocks), Plan::block, shared, stream>>>(g, w, v, sweeps, m, n);
-    return last_error();
+template <class Plan>
+bool takes(int n, int shared_limit) {
+    return n <= Plan::largest && jacobi::onesided::shared_bytes<Plan>() <= size_t(shared_limit);
 }
 
 }  // namespace
@@ -28,14 +23,20 @@ LF_API int lf_jacobi(double* g, double* w, double* v, int* sweeps, int64_t m, in
     int device = 0, limit = 0;
     if (const auto e = current_device(&device); e != kOk) return e;
     if (const auto e = shared_limit(&limit, device); e != kOk) return e;
-    const auto on = static_cast<stream_t>(stream);
-    if (n <= 16) return launch<16>(g, w, v, sweeps, m, n, on);
-    if (n <= 32) return launch<32>(g, w, v, sweeps, m, n, on);
-    if (n <= 64 && sizeof(jacobi::Shared<64>) <= size_t(limit)) return launch<64>(g, w, v, sweeps, m, n, on);
-    if (n <= 128 && sizeof(jacobi::Shared<128>) <= size_t(limit)) return launch<128>(g, w, v, sweeps, m, n, on);
+
+    using namespace jacobi::onesided;
+    using To16 = Plan<1, 8, 1, 1, 4>;
+    using To32 = Plan<1, 16, 1, 2, 3>;
+    using To64 = Plan<2, 8, 4, 1, 3>;
+    using To96 = Plan<3, 8, 8, 8, 1>;
+    using To128 = Plan<4, 8, 8, 8, 1>;
+    if (takes<To16>(n, limit)) return start<To16>(g, w, v, sweeps, m, n, stream);
+    if (takes<To32>(n, limit)) return start<To32>(g, w, v, sweeps, m, n, stream);
+    if (takes<To64>(n, limit)) return start<To64>(g, w, v, sweeps, m, n, stream);
+    if (takes<To96>(n, limit)) return start<To96>(g, w, v, sweeps, m, n, stream);
+    if (takes<To128>(n, limit)) return start<To128>(g, w, v, sweeps, m, n, stream);
     const size_t shared = jacobi::global_shared(n);
     if (shared > size_t(limit)) return kUnsupported;
     if (const auto e = allow_shared(jacobi::global_kernel, shared); e != kOk) return e;
-    jacobi::global_kernel<<<static_cast<unsigned>(m), jacobi::kGlobalThreads, shared, on>>>(g, w, v, sweeps, n);
-    return last_error();
+    return launch(jacobi::global_kernel, m, jacobi::kGlobalThreads, shared, stream, g, w, v, sweeps, n);
 }

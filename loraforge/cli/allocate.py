@@ -51,7 +51,7 @@ def allocate(
     from loraforge.allocate.policy import allocate as choose
     from loraforge.allocate.policy import allocation_records, problem_of
     from loraforge.compress import widest
-    from loraforge.factor.cache import factorise_fleet
+    from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.lock import fleet_name
     from loraforge.fleet.source import open_source
     from loraforge.progress import say

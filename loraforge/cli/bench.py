@@ -9,8 +9,6 @@ import typer
 
 from loraforge.errors import UsageError
 
-SEED = 20261130
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -31,8 +29,7 @@ def recompression(
         str | None,
         typer.Option(
             help="comma-separated: florist, spectral_transform, either with _batched, fraq, tsqr, gram; with"
-            " --shapes gram, gram_streams, gram_deferred, gram_deferred_uniform, tsqr, fraq, fraq_batched,"
-            " spectral_transform, florist"
+            " --shapes also gram_streams, gram_deferred, gram_deferred_uniform and fraq_batched"
         ),
     ] = None,
     warmups: Annotated[int | None, typer.Option(min=0, help="untimed passes; default 1, on a GPU 2")] = None,
@@ -44,7 +41,15 @@ def recompression(
         typer.Option(help="comma-separated shape fleets (qwen50, llama35), made and timed on the GPU"),
     ] = None,
     subset: Annotated[
-        int | None, typer.Option(min=1, help="matrices of the sample that pair-at-a-time methods take")
+        int | None,
+        typer.Option(min=1, help="time pair-at-a-time methods on a sample of so many matrices alone"),
+    ] = None,
+    time_budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="with --shapes: a method whose warm-ups and passes would take more seconds gets one pass",
+        ),
     ] = None,
     spectra: Annotated[
         Path | None, typer.Option(help="records of measured spectra that a shape fleet draws from")
@@ -72,14 +77,18 @@ def recompression(
         )
     chosen = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     if shapes is not None:
+        from loraforge.benchmarks import device_records, scaling_records
+
         names = [name.strip() for name in shapes.split(",") if name.strip()]
         records = [
             record
             for name in names
             for record in (
-                device_records(name, chosen, warmups, passes, subset, spectra)
+                device_records(
+                    name, chosen, warmups, passes, subset=subset, budget=time_budget, spectra=spectra
+                )
                 if devices is None
-                else scaling_records(name, devices, warmups, passes, spectra)
+                else scaling_records(name, devices, warmups, passes, spectra=spectra)
             )
         ]
     else:
@@ -127,76 +136,6 @@ def _on_cpu(
     )
 
 
-def device_records(
-    name: str,
-    methods: list[str] | None,
-    warmups: int | None,
-    passes: int | None,
-    subset: int | None,
-    spectra: Path | None,
-) -> list[dict[str, Any]]:
-    """Records of a shape fleet on the GPU: what ``--shapes`` does, for scripts that do without the command line."""
-    from fractions import Fraction
-
-    import torch
-
-    from loraforge.allocate.problem import Problem
-    from loraforge.allocate.spectral import half_uniform_floor, spectral
-    from loraforge.allocate.uniform import uniform
-    from loraforge.factor import gpu
-    from loraforge.factor.gpu.recompression import DEFAULT_METHODS, benchmark_device
-    from loraforge.factor.gpu.synthetic import device_fleet
-    from loraforge.fleet.shapes import shape_fleet
-
-    shapes = shape_fleet(name)
-    _require_gpu("--shapes")
-    backend = gpu.kernels()
-    assert backend is not None
-    pool = _pool(spectra)
-
-    def ranks(sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """At 1/12, the budget of the paper's headline."""
-        kept = uniform(shapes.rank, Fraction(1, 12))
-        problem = Problem(shapes.names, shapes.rank, shapes.cost, sigma.numpy())
-        chosen = spectral(problem, int(kept @ shapes.cost), half_uniform_floor(kept))
-        return torch.from_numpy(chosen.k), torch.from_numpy(kept)
-
-    found = benchmark_device(
-        device_fleet(shapes, backend.device, SEED, pool),
-        backend,
-        ranks,
-        methods=DEFAULT_METHODS if methods is None else methods,
-        warmups=2 if warmups is None else warmups,
-        passes=5 if passes is None else passes,
-        subset=subset,
-        seed=SEED,
-    )
-    torch.cuda.empty_cache()  # the next fleet needs the memory whole
-    return found
-
-
-def scaling_records(
-    name: str, devices: int, warmups: int | None, passes: int | None, spectra: Path | None
-) -> list[dict[str, Any]]:
-    """Records of a shape fleet divided between 1, 2, 4, ... and ``devices`` GPUs: what ``--devices`` does."""
-    import torch
-
-    from loraforge.factor.gpu.scaling import benchmark_scaling
-    from loraforge.fleet.shapes import shape_fleet
-
-    shapes = shape_fleet(name)
-    _require_gpu("--devices")
-    return benchmark_scaling(
-        shapes,
-        [f"cuda:{index}" for index in range(torch.cuda.device_count())],
-        [*(1 << step for step in range(devices.bit_length()) if 1 << step < devices), devices],
-        warmups=2 if warmups is None else warmups,
-        passes=5 if passes is None else passes,
-        seed=SEED,
-        pool=_pool(spectra),
-    )
-
-
 @app.command("end-to-end")
 def end_to_end(
     folder: Annotated[Path, typer.Argument(help="folder of PEFT adapter folders", show_default=False)],
@@ -215,84 +154,22 @@ def end_to_end(
 ) -> None:
     """Time compression on a GPU from files to files.
 
-    The output goes beside FOLDER and is removed.
+    Without a factor cache, then with one that it fills. Output and cache go beside FOLDER and are removed.
     """
     from statistics import median
 
+    from loraforge.benchmarks import end_to_end_records
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 
-    records = end_to_end_records(folder, shapes, budget, warmups, passes, spectra)
+    records = end_to_end_records(folder, shapes, budget, warmups, passes, spectra=spectra)
     write_jsonl(out, records)
     timed = [record for record in records if "pass" in record]
-    for stage in timed[0]["stages"]:
-        say(f"{stage:40s} {median(record['stages'][stage] for record in timed):8.4f} s")
-    say(f"{'end to end':40s} {median(record['seconds'] for record in timed):8.4f} s")
-
-
-def end_to_end_records(
-    folder: Path, shapes: str | None, budget: str, warmups: int, passes: int, spectra: Path | None
-) -> list[dict[str, Any]]:
-    """Records of the chain from files to files, for scripts that do without the command line.
-
-    With ``shapes``, ``folder`` must be absent or empty, and is filled with that fleet first, which stays.
-    """
-    import tempfile
-
-    from loraforge.allocate.budget import parse_budget
-    from loraforge.end_to_end import benchmark
-    from loraforge.factor import gpu
-    from loraforge.factor.gpu.synthetic import write_fleet
-    from loraforge.files import refuse_non_empty
-    from loraforge.fleet.shapes import shape_fleet
-
-    wanted = parse_budget(budget)
-    fleet = None if shapes is None else shape_fleet(shapes)
-    _require_gpu("bench end-to-end")
-    backend = gpu.kernels()
-    assert backend is not None
-    if fleet is not None:
-        refuse_non_empty(folder, force=False)
-        write_fleet(fleet, folder, backend.device, SEED, _pool(spectra))
-    with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=f".{folder.name}.") as temporary:
-        return benchmark(
-            shapes or folder.resolve().name,
-            [folder],
-            wanted,
-            Path(temporary) / "out",
-            backend,
-            warmups=warmups,
-            passes=passes,
-        )
-
-
-def _require_gpu(key: str) -> None:
-    from loraforge.errors import MissingDependencyError
-    from loraforge.factor import gpu
-
-    if not gpu.available():
-        raise MissingDependencyError(
-            "is timed on a GPU, and there is none that works here",
-            key=key,
-            remedy="run loraforge doctor, or give loraforge bench recompression adapter folders",
-        )
-
-
-def _pool(spectra: Path | None) -> list[Any] | None:
-    """Measured spectra of a file of records."""
-    import numpy as np
-
-    from loraforge.errors import InputError
-    from loraforge.files import read_jsonl
-
-    if spectra is None:
-        return None
-    pool = [np.array(record["sigma"]) for record in read_jsonl(spectra) if "sigma" in record]
-    if not pool:
-        raise InputError(
-            "holds no record with sigma", path=spectra, remedy="give records of loraforge factor"
-        )
-    return pool
+    for arm in dict.fromkeys(record["arm"] for record in timed):
+        taken = [record for record in timed if record["arm"] == arm]
+        for stage in taken[0]["stages"]:
+            say(f"{arm + ' ' + stage:40s} {median(record['stages'][stage] for record in taken):8.4f} s")
+        say(f"{arm + ' end to end':40s} {median(record['seconds'] for record in taken):8.4f} s")
 
 
 @app.command("cpu-ops")

@@ -32,6 +32,10 @@ def compress(
         str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
     ] = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="keep no factors: faster on a GPU where one budget is all")
+    ] = False,
+    devices: Annotated[int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")] = 1,
 ) -> None:
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget
@@ -43,11 +47,22 @@ def compress(
     chosen, layouts = parse_policy(policy), parse_layouts(layout)
     parse_dtype(dtype)
     refuse_non_empty(out, force=force)
-    refuse_to_replace(out, [*source, cache])
+    refuse_to_replace(out, [*source] if no_cache else [*source, cache])
 
     from loraforge.compress import compress as run
+    from loraforge.factor.gpu import device_names
 
-    result = run(source, wanted, out, cache=cache, policy=chosen, layouts=layouts, dtype=dtype, force=force)
+    result = run(
+        source,
+        wanted,
+        out,
+        cache=None if no_cache else cache,
+        policy=chosen,
+        layouts=layouts,
+        dtype=dtype,
+        force=force,
+        devices=device_names(devices),
+    )
     show_summary(result, out)
 
 

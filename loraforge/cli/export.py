@@ -24,12 +24,10 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
     ] = "bfloat16",
-    method: Annotated[
-        str, typer.Option(help="method of the cached factors: auto, gram, tsqr or reference")
-    ] = "auto",
+    method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, of the factors")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
 ) -> None:
-    """Write PEFT folders and the retained-rank manifest; the factors must be in the cache."""
+    """Write PEFT folders and the retained-rank manifest; factorise what the cache lacks."""
     from loraforge.allocate.allocation import load_allocation
     from loraforge.export.options import parse_dtype, parse_layouts, parse_method
     from loraforge.files import refuse_non_empty, refuse_to_replace
@@ -40,14 +38,17 @@ def export(
     refuse_non_empty(out, force=force)
     refuse_to_replace(out, [allocation, *source, cache])
 
-    from loraforge.export.writer import export_fleet
-    from loraforge.factor.cache import open_cached
+    from loraforge.export.directions import CachedFleet
+    from loraforge.export.writer import export_fleet, require_same_modules
+    from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.source import open_source
 
     ranks = load_allocation(allocation)
+    fleet = open_source(source)
+    require_same_modules(fleet, ranks)
     manifest = export_fleet(
-        open_source(source),
-        lambda adapter: open_cached(adapter, cache, method=chosen),
+        fleet,
+        CachedFleet(fleet, factorise_fleet(fleet, cache, method=chosen)),
         ranks,
         out,
         layouts=layouts,

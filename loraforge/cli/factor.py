@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from loraforge.factor.cache import CachedAdapter
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -22,6 +19,7 @@ def factor(
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference")] = "auto",
     records: Annotated[Path | None, typer.Option(help="write spectra and timing here (JSON Lines)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")] = 1,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
     from loraforge.export.options import parse_method
@@ -31,45 +29,16 @@ def factor(
     if records is not None:
         refuse_unwritable(records)
 
-    from loraforge.factor.cache import factorise_fleet
+    from loraforge.factor.fleet import factorise_fleet
+    from loraforge.factor.gpu import device_names
+    from loraforge.factor.spectra import spectra_records
     from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
     fleet = open_source(source)
     with Timer() as timer:
-        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers)
+        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers, devices=device_names(devices))
     if records is not None:
         write_jsonl(records, spectra_records(cached))
     modules = sum(len(adapter.modules) for adapter in cached)
     say(f"{len(cached)} adapters, {modules} modules in {cache} after {timer.s:.1f} s")
-
-
-def spectra_records(fleet: list[CachedAdapter]) -> list[dict[str, Any]]:
-    """Records of target ``spectra``: one a module, and one with the time that building the entries took.
-
-    The timing is that of the build itself, kept beside each entry, so that a run which finds entries in the
-    cache states the same; ``seconds`` is the sum and ``passes`` its single pass. Where a timing was lost, no
-    timing record is written.
-    """
-    found: list[dict[str, Any]] = []
-    for cached in fleet:
-        for name, module in cached.modules.items():
-            found.append(
-                {
-                    "adapter": cached.adapter,
-                    "module": name,
-                    "kind": name.rpartition(".")[2],
-                    "layer": next((int(part) for part in name.split(".") if part.isdigit()), None),
-                    "rank": module.rank,
-                    "scale": module.scale,
-                    "sigma": cached.spectrum(name).tolist(),
-                    "path": module.path,
-                    "action_error": module.action_error,
-                    "spectrum_error": module.spectrum_error,
-                }
-            )
-    timings = [timing for cached in fleet if (timing := cached.timing) is not None]
-    if len(timings) == len(fleet):
-        seconds = sum(timing.seconds for timing in timings)
-        found.append({"record": "timing", "name": "factor", "seconds": seconds, "passes": [seconds]})
-    return found

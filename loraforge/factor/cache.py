@@ -6,10 +6,8 @@ Entries are written atomically and carry a digest of their tensors: what is dama
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from loraforge import jit
 from loraforge.digest import source_digest
 from loraforge.errors import InputError
 from loraforge.factor import gpu
-from loraforge.factor.engine import Method, ModuleFactors, factorise_adapter, paths_of
-from loraforge.factor.pool import worker_pool
-from loraforge.factor.stages import Stages
+from loraforge.factor.engine import Method, ModuleFactors
 from loraforge.files import canonical_json, read_json, sha256_text, write_json, write_with
 from loraforge.fleet.peft_io import Adapter
-from loraforge.progress import progress, say
+from loraforge.tensor_file import Views, contents_sha256, host_views, write_self_hashed
 
 SCHEMA = "loraforge.factors/1"
 TIMING_SCHEMA = "loraforge.factor-timing/1"
@@ -54,7 +49,8 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class BuildTiming:
-    """Wall-clock seconds that building one entry took (reading, factorising, checking and writing).
+    """Wall-clock seconds that building one entry took (reading, factorising, checking and writing); of what is
+    built together on a GPU, the share by parameters.
 
     ``stages`` divides it: seconds by stage, averaged over ``workers`` threads, and ``write``.
     """
@@ -139,71 +135,20 @@ def cache_path(adapter: Adapter, cache: Path, method: Method = "auto") -> Path:
     return Path(cache) / "factors" / f"{cache_key(adapter, method)}.safetensors"
 
 
-def open_cached(adapter: Adapter, cache: Path, *, method: Method = "auto") -> CachedAdapter:
-    """Open the entry of ``adapter``, every byte checked. Raises InputError where it is absent or damaged."""
-    path = cache_path(adapter, cache, method)
-    if not path.exists():
-        raise InputError(
-            f"no factors of adapter {adapter.name}", path=path, remedy="run loraforge factor with this cache"
-        )
-    found = _load(adapter, path)
-    if found is None:
-        raise InputError(
-            f"damaged factors of adapter {adapter.name}",
-            path=path,
-            remedy="run loraforge factor again to rebuild",
-        )
-    return found
-
-
-def factorise_fleet(
-    adapters: Sequence[Adapter],
-    cache: Path,
-    *,
-    method: Method = "auto",
-    workers: int | None = None,
-) -> list[CachedAdapter]:
-    """Build the entries that are missing or damaged, an adapter at a time, and open all of them.
-
-    Every finished adapter stays: an interrupted run resumes. ``workers`` defaults to the available CPUs. Raises
-    InputError for unusable factors, LoraForgeError where acceptance fails, OutputError where writing does.
-    """
-    paths_of(method)
-    if torch.cuda.is_available() and not gpu.available():
-        say("there is a GPU, but no compiler for its kernels: working on the CPU (see loraforge doctor)")
-    opened: list[CachedAdapter] = []
-    with worker_pool(workers) as pool, progress("factor", len(adapters)) as ticker:
-        for adapter in adapters:
-            path = cache_path(adapter, cache, method)
-            found = _load(adapter, path) if path.exists() else None
-            if found is None:
-                started, stages = time.perf_counter(), Stages()
-                modules = factorise_adapter(adapter, method=method, pool=pool, stages=stages)
-                shares = {name: seconds / pool.workers for name, seconds in stages.seconds.items()}
-                with (write := Stages())("write"):
-                    found = _store(adapter, path, modules)
-                timing = BuildTiming(time.perf_counter() - started, pool.workers, shares | write.seconds)
-                write_json(
-                    _timing_path(path), {"schema": TIMING_SCHEMA, "adapter": adapter.name, **asdict(timing)}
-                )
-                ticker.advance(adapter.name)
-            else:
-                ticker.advance(f"{adapter.name} (cached)")
-            opened.append(found)
-    return opened
-
-
 def _timing_path(path: Path) -> Path:
     return path.with_suffix(".timing.json")
 
 
-def _store(adapter: Adapter, path: Path, modules: Mapping[str, ModuleFactors]) -> CachedAdapter:
-    tensors: dict[str, npt.NDArray[Any]] = {}
+def store(
+    adapter: Adapter, path: Path, modules: Mapping[str, ModuleFactors], views: Views = host_views
+) -> CachedAdapter:
+    """Write the entry of ``adapter`` to ``path``, atomically. ``views`` brings the factors from where they are."""
+    tensors = {f"{name}.S": factors.s for name, factors in modules.items()}
+    for name, factors in modules.items():
+        tensors |= {f"{name}.A": factors.a, f"{name}.B": factors.b}
     records: dict[str, ModuleRecord] = {}
     for module in adapter.modules:
         factors = modules[module.name]
-        for suffix, tensor in (("S", factors.s), ("A", factors.a), ("B", factors.b)):
-            tensors[f"{module.name}.{suffix}"] = tensor.numpy()
         records[module.name] = ModuleRecord(
             module.rank,
             module.d_in,
@@ -217,31 +162,30 @@ def _store(adapter: Adapter, path: Path, modules: Mapping[str, ModuleFactors]) -
         "schema": SCHEMA,
         "adapter": adapter.name,
         "weights_sha256": adapter.weights_sha256,
-        "tensors_sha256": _digest(tensors),
         "modules": {name: asdict(record) for name, record in records.items()},
     }
-    # through Python's own write: safetensors reports a full disk as an error of its own kind
-    contents = save(tensors, {"loraforge": canonical_json(header)})
-    write_with(path, lambda temporary: temporary.write_bytes(contents))
+
+    def metadata(sha256: str) -> dict[str, str]:
+        return {"loraforge": canonical_json(header | {"tensors_sha256": sha256})}
+
+    write_with(path, lambda temporary: write_self_hashed(temporary, tensors, metadata, views))
     return CachedAdapter(adapter.name, path, records)
 
 
-def _load(adapter: Adapter, path: Path) -> CachedAdapter | None:
-    """Open an entry; None where it is not whole."""
+def store_timing(entry: CachedAdapter, timing: BuildTiming) -> None:
+    """Keep how long building ``entry`` took beside it."""
+    write_json(
+        _timing_path(entry.path), {"schema": TIMING_SCHEMA, "adapter": entry.adapter, **asdict(timing)}
+    )
+
+
+def find(adapter: Adapter, path: Path) -> CachedAdapter | None:
+    """The entry of ``adapter`` at ``path``, every byte checked; None where there is none, or none that is whole."""
     try:
-        with safe_open(str(path), framework="np") as handle:
-            header = json.loads(handle.metadata()["loraforge"])
-            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        sha256, metadata = contents_sha256(path)
+        header = json.loads(metadata["loraforge"])
         records = {module.name: ModuleRecord(**header["modules"][module.name]) for module in adapter.modules}
-        whole = header["schema"] == SCHEMA and header["tensors_sha256"] == _digest(tensors)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        whole = header["schema"] == SCHEMA and header["tensors_sha256"] == sha256
+    except (OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
     return CachedAdapter(adapter.name, path, records) if whole else None
-
-
-def _digest(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(np.ascontiguousarray(tensors[name]).data)
-    return digest.hexdigest()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from loraforge.errors import LoraForgeError, UsageError
-from loraforge.factor import gpu
 from loraforge.factor.batch import Batch, Ordered
 from loraforge.factor.gram import gram_factors
 from loraforge.factor.pool import Pool
@@ -59,27 +58,24 @@ class ModuleFactors:
 
 
 def factorise_adapter(
-    adapter: Adapter, *, method: Method, pool: Pool, stages: Stages
+    adapter: Adapter,
+    *,
+    method: Method,
+    pool: Pool,
+    stages: Stages,
+    done: Mapping[str, ModuleFactors] | None = None,
 ) -> dict[str, ModuleFactors]:
-    """Ordered factors of every module of ``adapter``, by module name in the adapter's order.
+    """Ordered factors of every module of ``adapter`` on the CPU, by module name in the adapter's order.
 
-    On a GPU where there is one (see :func:`loraforge.factor.gpu.available`), and there what it leaves on the CPU.
-    Raises InputError for NaN or infinite factors, and LoraForgeError that names the module where no path of
-    ``method`` passes acceptance.
+    ``done`` are those that a GPU has made, and are left as they are. Raises InputError for NaN or infinite factors,
+    and LoraForgeError that names the module where no path of ``method`` passes acceptance.
     """
-    with adapter.reader() as reader:
-        factors = {module.name: reader.factors(module) for module in adapter.modules}
     by_name = {module.name: module for module in adapter.modules}
-    done: dict[str, ModuleFactors] = {}
-    backend = None if method == "reference" else gpu.kernels()
-    if method != "reference" and backend is not None:
-        from loraforge.factor.gpu.adapter import factorise_modules
-
-        device = Stages()
-        done |= factorise_modules(adapter.modules, factors, backend, method, device)
-        # stages are averaged over the workers, and all of them wait for the device
-        device.seconds = {name: seconds * pool.workers for name, seconds in device.seconds.items()}
-        stages.merge(device)
+    done = dict(done or {})
+    with adapter.reader() as reader:
+        factors = {
+            module.name: reader.factors(module) for module in adapter.modules if module.name not in done
+        }
     groups = group_by_shape(
         (module.name, module.d_in, module.d_out, module.rank)
         for module in adapter.modules
@@ -95,7 +91,7 @@ def factorise_adapter(
     for results, local in pool.map(run, groups):
         done |= results
         stages.merge(local)
-    return {module.name: done[module.name] for module in adapter.modules}
+    return {name: done[name] for name in by_name}
 
 
 def group_by_shape(

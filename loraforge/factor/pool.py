@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,15 +9,10 @@ from typing import TypeVar
 
 import torch
 
+from loraforge.threads import available_cpus
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Pool:

@@ -20,9 +20,13 @@ class Stages:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add ``seconds`` to stage ``name``."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def merge(self, other: Stages) -> None:
         """Add the seconds of ``other``, stage by stage."""
         for name, seconds in other.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self.add(name, seconds)

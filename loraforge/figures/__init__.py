@@ -1,7 +1,7 @@
 """Figures: one module each, with ``table(records)`` for the numbers and ``draw(table, context)`` for the picture.
 
 A picture is drawn from its table alone, so that the CSV beside it holds everything that it shows. matplotlib is
-imported only to draw: tables are made and audited without it.
+imported only to draw: tables are made and audited without it. ``schedule`` is a drawing of the docs, without numbers.
 """
 
 from __future__ import annotations

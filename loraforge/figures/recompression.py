@@ -86,7 +86,7 @@ def table(records: Sequence[Item]) -> Table:
 
 @dataclass(frozen=True)
 class _Line:
-    """One method of one fleet at height ``place``; ``sample`` matrices were timed, or all if None."""
+    """One method of one fleet at height ``place``; ``sample`` matrices were timed, or all if None, in ``passes``."""
 
     place: float
     fleet: str
@@ -95,6 +95,7 @@ class _Line:
     low: float
     high: float
     sample: int | None
+    passes: int
 
     @property
     def name(self) -> str:
@@ -142,6 +143,7 @@ def _lines(rows: Table) -> tuple[list[_Line], dict[str, float]]:
     lines: list[_Line] = []
     headings: dict[str, float] = {}
     place = 0.0
+    repeats = {row["method"]: int(row["n"] or 0) for row in rows if row["panel"] in ("seconds", "sample")}
     for fleet in fleets:
         if fleet:
             headings[fleet] = place
@@ -150,7 +152,8 @@ def _lines(rows: Table) -> tuple[list[_Line], dict[str, float]]:
         for row in sorted(own, key=lambda row: -float(row["value"] or 0.0)):
             value, low, high = (float(row[name] or 0.0) for name in ("value", "low", "high"))
             sample = int(row["n"] or 0) if row["panel"] == "extrapolated" else None
-            lines.append(_Line(place, fleet, str(row["method"]), value, low, high, sample))
+            method = str(row["method"])
+            lines.append(_Line(place, fleet, method, value, low, high, sample, repeats[method]))
             place += 1.0
         place += 0.3
     return lines, headings
@@ -162,9 +165,12 @@ def _caption(rows: Table, lines: list[_Line], context: style.Context) -> str:
         if row["panel"] == "error":
             fleet = str(row["method"]).rpartition(".")[0]
             matrices[fleet] = max(matrices.get(fleet, 0), int(row["n"] or 0))
-    repeats = sorted({int(row["n"] or 0) for row in rows if row["panel"] in ("seconds", "sample")})
-    span = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]}–{repeats[-1]}"
-    timing = f"median of {span} {'pass' if span == '1' else 'passes'}"
+    repeats = sorted({line.passes for line in lines})
+    once, several = repeats[0] == 1, [number for number in repeats if number > 1]
+    span = "–".join(str(number) for number in dict.fromkeys((several[0], several[-1]))) if several else "1"
+    timing = f"median of {span} {'passes' if several else 'pass'}"
+    if once and several:
+        timing += " (of one where it says so)"
     if list(matrices) == [""]:
         text = context.line(f"{style.plural(matrices[''], 'matrix')}, {timing}, whiskers from least to most")
     else:
@@ -200,6 +206,7 @@ def _seconds(axes: Axes, key: Axes, lines: list[_Line]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(10**start, 10**end)
     references = {line.fleet: line for line in lines if line.name == REFERENCE and line.sample is None}
+    rare = max(line.passes for line in lines) > 1
     for line in lines:
         measured = line.sample is None
         axes.errorbar(
@@ -219,7 +226,7 @@ def _seconds(axes: Axes, key: Axes, lines: list[_Line]) -> None:
         )
         left = math.log10(line.value) > (start + end) / 2  # the text goes where there is room
         axes.annotate(
-            _said(line, references.get(line.fleet)),
+            _said(line, references.get(line.fleet), rare),
             (line.low if left else line.high, line.place),
             xytext=(-5 if left else 5, 0),
             textcoords="offset points",
@@ -260,8 +267,9 @@ def _seconds(axes: Axes, key: Axes, lines: list[_Line]) -> None:
     _key(key, handles, 1)
 
 
-def _said(line: _Line, reference: _Line | None) -> str:
-    """Seconds, and how many times those of the reference; no order is claimed between ranges that overlap."""
+def _said(line: _Line, reference: _Line | None, rare: bool) -> str:
+    """Seconds, and how many times those of the reference; no order is claimed between ranges that overlap. A single
+    pass is told where it is ``rare``."""
     text = f"{'' if line.sample is None else '≈ '}{_short(line.value)} s"
     if reference is not None:
         if line is reference:
@@ -272,6 +280,8 @@ def _said(line: _Line, reference: _Line | None) -> str:
             times = line.value / reference.value
             digits = 0 if times >= 20 else 1 if times >= 1.05 else 2
             text += f" ({times:,.{digits}f}×)"
+    if rare and line.passes == 1:
+        text += ", 1 pass"
     return text if line.sample is None else f"{text}, from {line.sample:,}"
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import read_json, sha256_file, write_json
 from loraforge.progress import track
+from loraforge.threads import in_threads
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(pattern=r"^[^/\\]+$")]
@@ -114,10 +115,14 @@ def verify(path: Path) -> FleetLock:
     file and both hashes (or sizes).
     """
     lock = load_lock(path)
-    for adapter in track(lock.adapters, "verify", len(lock.adapters)):
+
+    def check(adapter: LockedAdapter) -> None:
         folder = lock.folder(adapter, path)
         for file in adapter.files:
             _verify_file(folder / file.name, file, path)
+
+    for _ in track(in_threads(check, lock.adapters), "verify", len(lock.adapters)):
+        pass
     return lock
 
 

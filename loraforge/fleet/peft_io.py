@@ -68,8 +68,17 @@ class Adapter:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hex SHA-256 of the weights file; read once."""
+        """Hex SHA-256 of the weights file; read once, or not at all after :meth:`state_sha256`."""
         return sha256_file(self.weights_path)
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ``weights_sha256`` is known without reading the file."""
+        return "weights_sha256" in self.__dict__
+
+    def state_sha256(self, sha256: str) -> None:
+        """Take ``weights_sha256`` from whoever has read the whole file for another purpose."""
+        self.__dict__["weights_sha256"] = sha256
 
     @property
     def n_parameters(self) -> int:
@@ -92,7 +101,7 @@ class FactorReader:
     """Memory-mapped tensors of one adapter; made by :meth:`Adapter.reader`."""
 
     def __init__(self, adapter: Adapter, handle: Any) -> None:
-        self._adapter, self._handle = adapter, handle
+        self.adapter, self._handle = adapter, handle
 
     def factors(self, module: LoraModule) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, d_in] and B [d_out, rank] in their stored dtype, scale not applied.
@@ -111,7 +120,7 @@ class FactorReader:
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 "holds NaN or infinite values",
-                path=self._adapter.weights_path,
+                path=self.adapter.weights_path,
                 key=key,
                 remedy="the training run diverged: retrain, or leave this adapter out",
             )

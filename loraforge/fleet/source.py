@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loraforge.errors import InputError, UsageError
 from loraforge.fleet.lock import LockedBase, is_lock, verify
-from loraforge.fleet.peft_config import CONFIG_NAME
+from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
 
 
@@ -32,6 +32,10 @@ def resolve_fleet(path: Path) -> list[Adapter]:
     lock = verify(path)
     fleet = [open_adapter(lock.folder(adapter, path), name=adapter.name) for adapter in lock.adapters]
     check_fleet(fleet)
+    for adapter, locked in zip(fleet, lock.adapters, strict=True):
+        for file in locked.files:
+            if file.name == WEIGHTS_NAME:
+                adapter.state_sha256(file.sha256)
     _same_base(fleet[0], lock.base_model)
     return fleet
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from loraforge.errors import InputError
-from loraforge.export.writer import cast_factors
+from loraforge.export.directions import cast_factors
 
 if TYPE_CHECKING:
     from loraforge.factor.cache import CachedAdapter

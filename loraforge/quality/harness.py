@@ -26,8 +26,9 @@ from loraforge.allocate.allocation import AllocationFile, load_allocation
 from loraforge.config import QualityConfig
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, IntegrityError, MissingDependencyError, UsageError
-from loraforge.factor.cache import cache_key, open_cached
+from loraforge.factor.cache import cache_key
 from loraforge.factor.engine import Method
+from loraforge.factor.fleet import factorise_fleet
 from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.lock import load_lock
@@ -245,9 +246,8 @@ def _evaluate_arm(lock: Path, name: str, arm: Arm, settings: Settings) -> dict[s
         return {**record, "adapter": name}  # a base record serves every adapter of its task
     updates = None
     if ranks is not None:
-        updates = truncated_updates(
-            adapter, open_cached(adapter, settings.cache, method=settings.method), ranks
-        )
+        [cached] = factorise_fleet([adapter], settings.cache, method=settings.method)
+        updates = truncated_updates(adapter, cached, ranks)
     elif arm == ORIGINAL:
         updates = original_updates(adapter)
     harness = _harness(settings.base, settings.tasks, settings.device, settings.batch_size)

@@ -182,14 +182,31 @@ def test_an_allocation_of_another_fleet_is_refused(fleet: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_export_without_factors_says_what_to_run(fleet: Path, tmp_path: Path) -> None:
+def test_export_builds_the_factors_that_the_cache_lacks(fleet: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = tmp_path / "k.json"
     assert loraforge("allocate", fleet, "--cache", cache, "--budget", "1/4", "--out", path).returncode == 0
-    done = loraforge("export", path, fleet, "--cache", tmp_path / "empty", "--out", tmp_path / "out")
-    assert done.returncode == 3
-    assert "run loraforge factor with this cache" in done.stderr
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["cache", "k.json"]
+    for number, folder in enumerate((cache, tmp_path / "empty")):
+        done = loraforge("export", path, fleet, "--cache", folder, "--out", tmp_path / str(number))
+        assert done.returncode == 0, done.stderr
+        assert ("factor: 3/3" in done.stderr) == (number == 1)
+    assert tree(tmp_path / "0") == tree(tmp_path / "1")
+
+
+def test_no_cache_gives_the_same_and_leaves_nothing_else(fleet: Path, tmp_path: Path) -> None:
+    cached = compress([fleet], parse_budget("1/4"), tmp_path / "cached", cache=tmp_path / "cache")
+    done = loraforge("compress", fleet, "--budget", "1/4", "--out", tmp_path / "out", "--no-cache")
+    assert done.returncode == 0, done.stderr
+    assert load_manifest(tmp_path / "out") == cached.manifest
+    assert tree(tmp_path / "out") == tree(tmp_path / "cached")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cached", "out"]
+
+
+def test_more_devices_than_there_are(fleet: Path, tmp_path: Path) -> None:
+    done = loraforge("compress", fleet, "--budget", "1/4", "--out", tmp_path / "out", "--devices", 99)
+    assert done.returncode == 2
+    assert "--devices: 99 devices asked for" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_options_are_usage_errors() -> None:

@@ -151,6 +151,28 @@ def test_cpu_ops_without_an_engine_has_no_speedup_and_odd_records_are_refused() 
             parsed("cpu_ops", records)
 
 
+def test_end_to_end_arms_are_told_apart() -> None:
+    target = TARGETS["end_to_end_compression"]
+    records = synthetic.end_to_end()
+    cached = [
+        record | {"arm": "cached", "seconds": 2 * record["seconds"], "bytes_out": 7}
+        for record in records
+        if "pass" in record
+    ]
+    plain = [record | {"arm": "deferred"} if "pass" in record else record for record in records]
+    summary = target.summarise(parsed("end_to_end_compression", [*cached, *plain]), "tiny")
+    alone = target.summarise(parsed("end_to_end_compression", records), "tiny")
+    assert alone.items() <= summary.items()
+    assert {key: value for key, value in summary.items() if key not in alone} == {
+        "qwen50.cached.end_to_end_s": 8.0, "qwen50.cached.passes": 3, "qwen50.cached.load_s": 2.0,
+        "qwen50.cached.factor_s": 0.4, "qwen50.cached.allocate_s": 0.1, "qwen50.cached.export_s": 0.8,
+        "qwen50.cached.bytes_in": 12_000, "qwen50.cached.bytes_out": 7,
+        "qwen50.cached.fraction_of_copy_floor": 0.25,
+    }  # fmt: skip
+    with pytest.raises(InputError, match="states a pass twice"):
+        parsed("end_to_end_compression", [*plain, *cached, cached[0]])
+
+
 def test_end_to_end_refuses_passes_that_did_other_work_and_a_fleet_unchecked() -> None:
     records = synthetic.end_to_end()
     with pytest.raises(InputError, match="did not do the same work"):

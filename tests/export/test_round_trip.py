@@ -19,11 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from loraforge.export.directions import CachedFleet
 from loraforge.export.manifest import AdapterEntry
 from loraforge.export.writer import write_adapter
-from loraforge.factor.cache import factorise_fleet
+from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.reference import dense_svd
-from loraforge.fleet.peft_io import open_adapter
+from loraforge.fleet.peft_io import Adapter, open_adapter
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -94,6 +95,12 @@ def truncated_model(base: torch.nn.Module, original: Path, ranks: Mapping[str, i
     return model
 
 
+def write(adapter: Adapter, tmp_path: Path, ranks: dict[str, int], dtype: torch.dtype) -> AdapterEntry:
+    source = CachedFleet([adapter], factorise_fleet([adapter], tmp_path / "cache"))
+    [directions] = source.directions({adapter.name: ranks}, dtype)
+    return write_adapter(tmp_path / "out", directions, ranks)
+
+
 def build(
     make_adapter: MakeAdapter,
     tmp_path: Path,
@@ -110,8 +117,7 @@ def build(
         module.name: int(rng.integers(1, min(module.rank, top or module.rank) + 1))
         for module in adapter.modules
     }
-    [cached] = factorise_fleet([adapter], tmp_path / "cache")
-    entry = write_adapter(tmp_path / "out", adapter, cached, ranks, dtype=dtype)
+    entry = write(adapter, tmp_path, ranks, dtype)
     return original, ranks, entry
 
 
@@ -206,8 +212,7 @@ def test_passthrough_tensors_are_copied_byte_for_byte(tmp_path: Path, make_adapt
     }
     folder = make_adapter(tmp_path / "one", extra=extra, modules_to_save=["lm_head"], bias="lora_only")
     adapter = open_adapter(folder)
-    [cached] = factorise_fleet([adapter], tmp_path / "cache")
-    entry = write_adapter(tmp_path / "out", adapter, cached, {module.name: 1 for module in adapter.modules})
+    entry = write(adapter, tmp_path, {module.name: 1 for module in adapter.modules}, torch.bfloat16)
     assert set(entry.passthrough) == set(extra)
     for layout in ("ragged", "padded"):
         tensors = load_file(tmp_path / "out" / layout / "one" / "adapter_model.safetensors")

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from loraforge.cli import main
 from loraforge.errors import InputError, LoraForgeError, UsageError
-from loraforge.factor import cache as factor_cache
-from loraforge.factor.cache import cache_path, factorise_fleet, open_cached
+from loraforge.factor import fleet as factor_fleet
+from loraforge.factor.cache import cache_path, find
 from loraforge.factor.engine import factorise_adapter, group_by_shape
+from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.pool import worker_pool
 from loraforge.factor.recompression import benchmark
 from loraforge.factor.reference import dense_svd
@@ -132,13 +133,13 @@ def test_results_do_not_depend_on_workers_and_repeat_bitwise(fleet: list[Adapter
 
 def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     built: list[str] = []
-    real = factor_cache.factorise_adapter
+    real = factor_fleet.factorise_adapter
 
     def counted(adapter: Adapter, **options: Any) -> Any:
         built.append(adapter.name)
         return real(adapter, **options)
 
-    monkeypatch.setattr(factor_cache, "factorise_adapter", counted)
+    monkeypatch.setattr(factor_fleet, "factorise_adapter", counted)
     return built
 
 
@@ -148,10 +149,18 @@ def test_second_run_builds_nothing(
     first = factorise_fleet(fleet, tmp_path / "cache")
     built = count_builds(monkeypatch)
     assert factorise_fleet(fleet, tmp_path / "cache") == first
-    assert [open_cached(adapter, tmp_path / "cache") for adapter in fleet] == first
+    assert [find(adapter, cache_path(adapter, tmp_path / "cache")) for adapter in fleet] == first
     assert built == []
     factorise_fleet(fleet, tmp_path / "cache", method="tsqr")
     assert built == ["one", "two", "zero"]
+
+
+def test_equal_adapters_share_an_entry_and_keep_their_names(tmp_path: Path, make_adapter: Any) -> None:
+    for name in ("one", "two"):
+        make_adapter(tmp_path / "twins" / name)
+    found = factorise_fleet(open_fleet([tmp_path / "twins"]), tmp_path / "cache")
+    assert [entry.adapter for entry in found] == ["one", "two"]
+    assert found[0].path == found[1].path
 
 
 def test_changed_weights_or_scale_are_another_entry(tmp_path: Path, make_adapter: Any) -> None:
@@ -161,7 +170,7 @@ def test_changed_weights_or_scale_are_another_entry(tmp_path: Path, make_adapter
     assert len(paths) == 3
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "garbage", "empty"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "rename", "garbage", "empty"])
 def test_damaged_entry_is_refused_and_rebuilt_alone(
     fleet: list[Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -170,37 +179,37 @@ def test_damaged_entry_is_refused_and_rebuilt_alone(
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-5] ^= 1
-    broken = {"truncate": whole[:-100], "flip": bytes(flipped), "garbage": b"x" * 1000, "empty": b""}
+    broken = {
+        "truncate": whole[:-100],
+        "flip": bytes(flipped),
+        "rename": whole.replace(b"layers.0.self_attn.q_proj.S", b"layers.9.self_attn.q_proj.S", 1),
+        "garbage": b"x" * 1000,
+        "empty": b"",
+    }
     path.write_bytes(broken[damage])
-    with pytest.raises(InputError, match="damaged factors of adapter two"):
-        open_cached(fleet[1], tmp_path / "cache")
+    assert find(fleet[1], path) is None
     built = count_builds(monkeypatch)
     factorise_fleet(fleet, tmp_path / "cache")
     assert built == ["two"]
     assert path.read_bytes() == whole
 
 
-def test_absent_entry_names_the_command(fleet: list[Adapter], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="run loraforge factor"):
-        open_cached(fleet[0], tmp_path / "cache")
-
-
 def test_interrupted_run_resumes(
     fleet: list[Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = factor_cache.factorise_adapter
+    real = factor_fleet.factorise_adapter
 
     def interrupted(adapter: Adapter, **options: Any) -> Any:
         if adapter.name == "two":
             raise KeyboardInterrupt
         return real(adapter, **options)
 
-    monkeypatch.setattr(factor_cache, "factorise_adapter", interrupted)
+    monkeypatch.setattr(factor_fleet, "factorise_adapter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         factorise_fleet(fleet, tmp_path / "cache")
     files = {path.suffix for path in (tmp_path / "cache" / "factors").iterdir()}
     assert files == {".safetensors", ".json"}
-    monkeypatch.setattr(factor_cache, "factorise_adapter", real)
+    monkeypatch.setattr(factor_fleet, "factorise_adapter", real)
     built = count_builds(monkeypatch)
     factorise_fleet(fleet, tmp_path / "cache")
     assert built == ["two", "zero"]

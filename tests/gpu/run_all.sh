@@ -30,15 +30,18 @@ tail -n 25 "$out/pytest.txt"
 timeout "${BENCH_SECONDS:-80}" python3 - "$shapes" "$out/recompression.jsonl" >"$out/bench.txt" 2>&1 <<'PY' || status=1
 import os, sys
 from pathlib import Path
-from loraforge.cli.bench import device_records
+from loraforge.benchmarks import device_records
 from loraforge.files import write_jsonl
 methods = os.environ.get("METHODS", "gram,gram_streams,gram_deferred,gram_deferred_uniform,tsqr,fraq").split(",")
 passes, warmups = int(os.environ.get("PASSES", "3")), int(os.environ.get("WARMUPS", "1"))
 subset = int(os.environ["SUBSET"]) if "SUBSET" in os.environ else None
+budget = float(os.environ["BUDGET"]) if "BUDGET" in os.environ else None
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
 records = []
 for shapes in sys.argv[1].split(","):
-    records += device_records(shapes, methods, warmups, passes, subset, spectra)
+    records += device_records(
+        shapes, methods, warmups, passes, subset=subset, budget=budget, spectra=spectra
+    )
     write_jsonl(Path(sys.argv[2]), records)
 PY
 tail -n 20 "$out/bench.txt"
@@ -50,7 +53,7 @@ for key in dict.fromkeys((r["fleet"], r["method"]) for r in records if "pass" in
     stages = {s: statistics.median(p["stages"][s] for p in passes) for s in passes[0]["stages"]}
     print(*key, f"{statistics.median(p['seconds'] for p in passes):.4f} s", {s: round(v, 4) for s, v in stages.items()})
 for r in records:
-    if r.get("record") in ("check", "floor"):
+    if r.get("record") in ("check", "floor", "protocol"):
         print(json.dumps(r))
 PY
 exit $status

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Several GPUs, and compression from files to files, on qwen50 in about two minutes: tests/gpu/run_scale.sh OUT [FOLDER]
-# Build the kernels ahead, as run_all.sh says. FOLDER (12 GB, removed afterwards) is /dev/shm where that has room.
+# Several GPUs, and compression from files to files, on qwen50 in about three minutes: tests/gpu/run_scale.sh OUT [FOLDER]
+# Build the kernels ahead, as run_all.sh says. FOLDER (40 GB, removed afterwards) is /dev/shm where that has room.
 set -uo pipefail
 out=${1:?usage: run_scale.sh OUT [FOLDER]}
 folder=${2:-}
@@ -10,7 +10,7 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 status=0
 if [ -z "$folder" ]; then
     room=$(df -B1 --output=avail /dev/shm 2>/dev/null | tail -n 1)
-    if [ "${room:-0}" -gt 16000000000 ]; then folder=/dev/shm; else folder=${TMPDIR:-/tmp}; fi
+    if [ "${room:-0}" -gt 45000000000 ]; then folder=/dev/shm; else folder=${TMPDIR:-/tmp}; fi
 fi
 work=$(mktemp -d "$folder/loraforge.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -18,14 +18,14 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | 
 nproc | sed 's/$/ CPUs/' | tee -a "$out/gpus.txt"
 df -h "$work" | tail -n 1 | tee -a "$out/gpus.txt"
 
-timeout "${END_TO_END_SECONDS:-80}" python3 - "$work/qwen50" "$out/end_to_end.jsonl" <<'PY' 2>&1 | tee "$out/end_to_end.txt" || status=1
+timeout "${END_TO_END_SECONDS:-150}" python3 - "$work/qwen50" "$out/end_to_end.jsonl" <<'PY' 2>&1 | tee "$out/end_to_end.txt" || status=1
 import json, os, sys
 from pathlib import Path
-from loraforge.cli.bench import end_to_end_records
+from loraforge.benchmarks import end_to_end_records
 from loraforge.files import write_jsonl
 passes, warmups = int(os.environ.get("PASSES", "3")), int(os.environ.get("WARMUPS", "1"))
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
-records = end_to_end_records(Path(sys.argv[1]), "qwen50", "1/12", warmups, passes, spectra)
+records = end_to_end_records(Path(sys.argv[1]), "qwen50", "1/12", warmups, passes, spectra=spectra)
 write_jsonl(Path(sys.argv[2]), records)
 for record in records:
     print(json.dumps(record))
@@ -37,11 +37,11 @@ scaling=$(cat <<'PY'
 import json, os, statistics, sys
 from pathlib import Path
 import torch
-from loraforge.cli.bench import scaling_records
+from loraforge.benchmarks import scaling_records
 from loraforge.files import write_jsonl
 count = min(int(os.environ.get("DEVICES", "4")), torch.cuda.device_count())
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
-records = scaling_records("qwen50", count, 2, 5, spectra)
+records = scaling_records("qwen50", count, 2, 5, spectra=spectra)
 write_jsonl(Path(sys.argv[1]), records)
 medians = {}
 for devices in dict.fromkeys(r["devices"] for r in records):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,16 +12,12 @@ from loraforge.factor.engine import (
     MAX_ACTION_ERROR,
     MAX_SPECTRUM_ERROR,
     action_errors,
-    factorise_adapter,
     spectrum_errors,
 )
 from loraforge.factor.gpu.check import group_errors
 from loraforge.factor.gpu.engine import FAILED, GRAM, TSQR, Group, GroupFactors, Method, factorise_groups
 from loraforge.factor.gpu.ops import TALL, WIDE, Eigensolver, Emulated, Kernels
-from loraforge.factor.pool import worker_pool
 from loraforge.factor.reference import reference_spectrum
-from loraforge.factor.stages import Stages
-from loraforge.fleet.peft_io import open_adapter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -215,15 +208,3 @@ def test_a_bad_value_is_named(kernels: Kernels) -> None:
     named = Group(given.a, given.b, given.scale, [f"module {j}" for j in range(len(given))])
     with pytest.raises(InputError, match="module 4: holds NaN"):
         factorise_groups([named], kernels)
-
-
-def test_an_adapter_goes_through_the_gpu(tmp_path: Path, make_adapter: Any) -> None:
-    make_adapter(tmp_path / "one", r=4, use_rslora=True, seed=2, rank_pattern={"q_proj": 3})
-    adapter = open_adapter(tmp_path / "one")
-    with worker_pool(1) as pool:
-        done = factorise_adapter(adapter, method="auto", pool=pool, stages=(stages := Stages()))
-        plain = factorise_adapter(adapter, method="reference", pool=pool, stages=Stages())
-    assert "device" in stages.seconds
-    for name, wanted in plain.items():
-        assert torch.allclose(done[name].s, wanted.s, atol=1e-6)
-        assert torch.allclose(done[name].b @ done[name].a, wanted.b @ wanted.a, atol=1e-5)

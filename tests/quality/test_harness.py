@@ -12,7 +12,7 @@ from tiny_model import tiny_model, tiny_tokenizer, write_base
 
 from loraforge.allocate.allocation import AllocationFile, save_allocation
 from loraforge.errors import InputError, IntegrityError, UsageError
-from loraforge.factor.cache import factorise_fleet
+from loraforge.factor.fleet import factorise_fleet
 from loraforge.fleet.lock import save_lock
 from loraforge.fleet.locking import make_lock
 from loraforge.fleet.peft_io import open_adapter

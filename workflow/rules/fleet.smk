@@ -35,7 +35,7 @@ rule verify_fleet:
 
 
 rule export_fleet:
-    """A compressed fleet that PEFT, vLLM and SGLang load; factors that the cache has lost are built again first."""
+    """A compressed fleet that PEFT, vLLM and SGLang load; factors that the cache has lost are built again."""
     input:
         f"{RESULTS}/factors.jsonl",
         allocation=f"{RESULTS}/allocation/{{policy}}_{{budget}}.json",
@@ -54,6 +54,5 @@ rule export_fleet:
     message:
         "Export the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
-        "(loraforge factor {params.lock} --method {params.method}"
-        " && loraforge export {input.allocation} {params.lock} --out {params.folder}"
-        " --layout {params.layout} --method {params.method} --force) 2>&1 | tee {log}"
+        "loraforge export {input.allocation} {params.lock} --out {params.folder}"
+        " --layout {params.layout} --method {params.method} --force 2>&1 | tee {log}"

@@ -24,8 +24,6 @@ rule evaluate_quality:
     resources:
         gpu=int(ON_GPU),
     params:
-        lock=LOCK,
-        method=CONFIG.factor.method,
         base=subpath(input.base, parent=True),
         allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
         config=section("name", "fleet", "factor", "quality"),
@@ -35,6 +33,5 @@ rule evaluate_quality:
     message:
         "Score adapters with lm-eval"
     shell:
-        "(loraforge factor {params.lock} --method {params.method}"
-        " && loraforge eval run --config <(printf %s {params.config:q}) --base {params.base}"
-        " --allocations {params.allocations} -o {output}) 2>&1 | tee {log}"
+        "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base}"
+        " --allocations {params.allocations} -o {output} 2>&1 | tee {log}"

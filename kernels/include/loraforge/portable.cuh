@@ -112,6 +112,20 @@ __device__ __forceinline__ bool warp_any(bool value) {
 #endif
 }
 
+// The largest value of the warp, in every lane.
+__device__ __forceinline__ unsigned warp_max(unsigned value) {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, value);
+#else
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+        const unsigned other = shuffle_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+#endif
+}
+
 // The same sum, in the same order of additions, in every lane of each group of `lanes` (a power of two).
 template <int lanes = kWarp, class T>
 __device__ __forceinline__ T warp_sum(T value) {

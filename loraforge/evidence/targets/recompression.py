@@ -49,19 +49,37 @@ class Check(Record):
 
 
 class Floor(Record):
-    """Least seconds of a stage: ``amount`` bytes or FP64 operations at a measured ``rate`` a second."""
+    """Least seconds of a stage: ``amount`` bytes, FP64 operations (``flops``) or FP32 operations (``flops32``) at a
+    measured ``rate`` a second. A stage may have several; the greatest counts."""
 
     record: Literal["floor"]
     fleet: str | None = None
     method: str
     stage: str
-    bound: Literal["bytes", "flops"]
+    bound: Literal["bytes", "flops", "flops32"]
     amount: float = Field(gt=0)
     rate: float = Field(gt=0)
     seconds: float = Field(gt=0)
 
 
-Item = Pass | Check | Floor
+class Protocol(Record):
+    """How often a method ran: ``warmups`` over all that it was timed on, or none but a run over ``warmup_matrices``.
+
+    ``passes`` are fewer than of other methods where all, of ``estimate_s`` each, would have taken longer than
+    ``budget_s``.
+    """
+
+    record: Literal["protocol"]
+    fleet: str | None = None
+    method: str
+    warmups: int = Field(ge=0)
+    warmup_matrices: int = Field(ge=0)
+    passes: int = Field(ge=1)
+    estimate_s: float = Field(ge=0)
+    budget_s: float | None = Field(default=None, ge=0)
+
+
+Item = Pass | Check | Floor | Protocol
 
 
 def _kind(value: Any) -> str:
@@ -69,14 +87,17 @@ def _kind(value: Any) -> str:
 
 
 class RecompressionTarget(Target[Item]):
-    """``recompression``: passes and one check a method."""
+    """``recompression``: passes and one check a method, with floors of its stages and what it was timed by."""
 
     name: ClassVar = "recompression"
     figures: ClassVar = ("recompression",)
     sources: ClassVar = ("factor",)
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(
         Annotated[
-            Annotated[Pass, Tag("pass")] | Annotated[Check, Tag("check")] | Annotated[Floor, Tag("floor")],
+            Annotated[Pass, Tag("pass")]
+            | Annotated[Check, Tag("check")]
+            | Annotated[Floor, Tag("floor")]
+            | Annotated[Protocol, Tag("protocol")],
             Discriminator(_kind),
         ]
     )
@@ -91,6 +112,9 @@ class RecompressionTarget(Target[Item]):
         for method, items in timed.items():
             if len({item.number for item in items}) != len(items):
                 raise InputError(f"{method} states a pass twice", path=path)
+        for item in records:
+            if isinstance(item, Protocol) and item.passes != len(timed.get(label(item), [])):
+                raise InputError(f"{label(item)} has other passes than its protocol states", path=path)
 
     def summarise(self, records: Sequence[Item], fleet: str) -> Summary:
         checked = checks(records)
@@ -112,10 +136,17 @@ class RecompressionTarget(Target[Item]):
             summary[f"{key}.max_spectrum_error"] = checked[name].max_spectrum_error
             for stage, least in floors.get(name, {}).items():
                 took = statistics.median(item.stages.get(stage, 0.0) for item in items)
-                summary[f"{key}.{stage}.floor_s"] = least
+                summary[f"{key}.{stage}.floor_s"] = least.seconds
                 if took > 0:
                     summary[f"{key}.{stage}_s"] = took
-                    summary[f"{key}.{stage}.times_floor"] = took / least
+                    summary[f"{key}.{stage}.times_floor"] = took / least.seconds
+        for item in records:
+            if isinstance(item, Protocol):
+                key = f"{item.fleet or fleet}.{item.method}"
+                summary[f"{key}.warmups"] = item.warmups
+                summary[f"{key}.warmup_matrices"] = item.warmup_matrices
+                for stage, least in floors.get(label(item), {}).items():
+                    summary[f"{key}.{stage}.bound"] = least.bound
         summary |= _scaling(records, fleet)
         for items in samples(records).values():
             key = f"{items[0].fleet or fleet}.{items[0].method}"
@@ -146,7 +177,7 @@ def label(item: Item) -> str:
 
 
 def _method(item: Item) -> str:
-    devices = None if isinstance(item, Floor) else item.devices
+    devices = item.devices if isinstance(item, Pass | Check) else None
     return item.method if devices is None else f"{item.method}_x{devices}"
 
 
@@ -190,11 +221,12 @@ def checks(records: Sequence[Item]) -> dict[str, Check]:
     return {label(item): item for item in records if isinstance(item, Check)}
 
 
-def _floors(records: Sequence[Item]) -> dict[str, dict[str, float]]:
-    """The greater floor of each stage, by :func:`label`."""
-    found: dict[str, dict[str, float]] = {}
+def _floors(records: Sequence[Item]) -> dict[str, dict[str, Floor]]:
+    """The greatest floor of each stage, by :func:`label`."""
+    found: dict[str, dict[str, Floor]] = {}
     for item in records:
         if isinstance(item, Floor):
             stages = found.setdefault(label(item), {})
-            stages[item.stage] = max(stages.get(item.stage, 0.0), item.seconds)
+            if item.stage not in stages or item.seconds > stages[item.stage].seconds:
+                stages[item.stage] = item
     return found

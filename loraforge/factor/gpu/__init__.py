@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from loraforge import jit
+from loraforge.errors import UsageError
 
 if TYPE_CHECKING:
     from loraforge.factor.gpu.ops import Kernels
@@ -31,3 +32,18 @@ def kernels() -> Kernels | None:
     from loraforge.factor.gpu.ops import Kernels
 
     return Kernels() if available() else None
+
+
+def device_names(count: int) -> tuple[str, ...]:
+    """The first ``count`` GPUs, as torch names them; no name for one, which is the current or, without any, the CPU.
+
+    Raises UsageError for more than there are.
+    """
+    if count == 1:
+        return ()
+    found = torch.cuda.device_count() if available() else 0
+    if count > found:
+        raise UsageError(
+            f"{count} devices asked for, {found} found", key="--devices", remedy="name as many as torch sees"
+        )
+    return tuple(f"cuda:{index}" for index in range(count))

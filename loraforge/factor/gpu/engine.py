@@ -29,6 +29,8 @@ Clock = Callable[[str], AbstractContextManager[object]]
 GRAM, TSQR, FAILED, NOT_FINITE = 0, 1, 2, 3
 
 UNIT = 8192
+# the r x r matrices of a unit, each in FP64: several are alive at once
+UNIT_BYTES = 1 << 30
 RETRY_UNIT = 512
 TSQR_WORKSPACE_BYTES = 4 << 30
 # widths that deferred factors are built at: few launches, and at most a third of a buffer unused
@@ -42,6 +44,14 @@ MIN_SQUARED_SINE = 1e-10
 MAX_CORE_ERROR = 2e-5**2
 # FP32 Householder sums squares of entries without scaling them.
 _TSQR_RANGE = (2.0**-50, 2.0**50)
+
+
+class NotFiniteError(InputError):
+    """NaN or infinite values: in row ``row`` of group number ``group``."""
+
+    def __init__(self, name: str, group: int, row: int) -> None:
+        self.group, self.row = group, row
+        super().__init__("holds NaN or infinite values", key=name, remedy="train or copy the adapter again")
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,8 @@ def factorise_groups(
     turns on that many streams, so that the eigensolver of one overlaps the products of the next. ``clock`` times
     stages (``gram``, ``qr``, ``core``, ``evd``, ``apply``) on the stream; it means nothing with several.
 
-    Raises InputError that names the first matrix with NaN or infinite values, UsageError for an unknown method.
+    Raises NotFiniteError (an InputError) that names the first matrix with NaN or infinite values, UsageError for
+    an unknown method.
     """
     if method not in ("auto", "gram", "tsqr"):
         raise UsageError(f"unknown method {method!r}", key="method", remedy="choose from auto, gram, tsqr")
@@ -167,13 +178,13 @@ class _Piece:
 
 
 def _units(groups: Sequence[Group], unit: int) -> Iterator[list[_Piece]]:
-    """Pieces of equal rank, at most ``unit`` matrices together; the costliest rank first."""
+    """Pieces of equal rank, at most ``unit`` matrices or ``UNIT_BYTES`` together; the costliest rank first."""
     by_rank: dict[int, list[int]] = defaultdict(list)
     for number, group in enumerate(groups):
         by_rank[group.key[2]].append(number)
     for rank in sorted(by_rank, reverse=True):
         pieces: list[_Piece] = []
-        room = unit
+        room = most = max(1, min(unit, UNIT_BYTES // (8 * rank * rank)))
         for number in by_rank[rank]:
             start = 0
             while start < len(groups[number]):
@@ -183,7 +194,7 @@ def _units(groups: Sequence[Group], unit: int) -> Iterator[list[_Piece]]:
                 start = stop
                 if room == 0:
                     yield pieces
-                    pieces, room = [], unit
+                    pieces, room = [], most
         if pieces:
             yield pieces
 
@@ -469,6 +480,4 @@ def _refuse_not_finite(groups: Sequence[Group], results: Sequence[GroupFactors])
         if len(bad):
             index = int(bad[0])
             name = group.names[index] if group.names else f"matrix {index} of group {number} {group.key}"
-            raise InputError(
-                "holds NaN or infinite values", key=name, remedy="train or copy the adapter again"
-            )
+            raise NotFiniteError(name, number, index)

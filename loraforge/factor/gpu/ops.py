@@ -69,9 +69,9 @@ def fix_signs(rows: Tensor) -> Tensor:
 
 
 Eigensolver = Literal["fastest", "jacobi", "library"]
-# Order up to which the Jacobi kernel beats cusolverDnXsyevBatched: on an H200 it takes 0.2, 0.3 and 0.6 to 0.95 of
-# its time at n 16, 32 and 64, by the spectrum's grading, and 2.4 to 4.4 times as long at 128.
-JACOBI_UPTO = 64
+# Order up to which the Jacobi kernel beats cusolverDnXsyevBatched: on an H200 it takes about 0.2, 0.25, 0.35 and 0.6 of
+# its time at n 16, 32, 64 and 128; above 128 it works in global memory and the library is faster.
+JACOBI_UPTO = 128
 
 
 class Kernels:

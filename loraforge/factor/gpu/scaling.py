@@ -23,9 +23,10 @@ from loraforge.errors import LoraForgeError, UsageError
 from loraforge.factor.engine import MAX_ACTION_ERROR, MAX_SPECTRUM_ERROR
 from loraforge.factor.gpu.check import group_errors
 from loraforge.factor.gpu.engine import FAILED, allocate, factorise_groups
-from loraforge.factor.gpu.ops import Backend, Emulated, Kernels
-from loraforge.factor.gpu.recompression import EventStages
+from loraforge.factor.gpu.ops import Backend
+from loraforge.factor.gpu.processes import backend_on, balanced
 from loraforge.factor.gpu.synthetic import DeviceFleet, device_fleet
+from loraforge.factor.gpu.timing import EventStages
 from loraforge.factor.stages import Stages
 from loraforge.fleet.shapes import Floats, ShapeFleet
 from loraforge.progress import progress
@@ -38,7 +39,7 @@ HEAD_START_S = 0.005  # what a process needs to see that all have arrived
 def shares(shapes: ShapeFleet, count: int, seconds: Mapping[int, float]) -> list[ShapeFleet]:
     """Divide a fleet by adapter into ``count`` parts of about equal cost; ``seconds`` a matrix, by rank.
 
-    The costliest adapter left goes to the part that has least. Raises UsageError for fewer adapters than parts.
+    Raises UsageError for fewer adapters than parts.
     """
     members: dict[str, list[int]] = defaultdict(list)
     for index, (adapter, _) in enumerate(shapes.names):
@@ -49,14 +50,9 @@ def shares(shapes: ShapeFleet, count: int, seconds: Mapping[int, float]) -> list
             key="--devices",
             remedy="name fewer devices",
         )
-    cost = {name: sum(seconds[int(shapes.rank[i])] for i in inside) for name, inside in members.items()}
-    load = [0.0] * count
-    parts: list[list[int]] = [[] for _ in range(count)]
-    for name in sorted(members, key=lambda name: -cost[name]):
-        # an empty part comes first even where costs are too small to tell
-        least = min(range(count), key=lambda part: (load[part], len(parts[part])))
-        load[least] += cost[name]
-        parts[least] += members[name]
+    owned = list(members.values())
+    costs = [sum(seconds[int(shapes.rank[i])] for i in inside) for inside in owned]
+    parts = [[i for index in part for i in owned[index]] for part in balanced(costs, count)]
     return [shapes.select(np.array(sorted(indices), dtype=np.int64)) for indices in parts]
 
 
@@ -203,7 +199,7 @@ def _worker(rank: int, device: str, barriers: Sequence[Any], start: Any, line: C
     while (order := line.recv()) is not None:
         try:
             if backend is None:
-                backend = _backend(torch.device(device))
+                backend = backend_on(device)
             line.send(_serve(order, backend, barriers[order.barrier], start, rank == 0))
         except BaseException as error:
             barriers[order.barrier].abort()
@@ -215,14 +211,6 @@ def _sendable(error: BaseException) -> BaseException:
     if isinstance(error, BrokenBarrierError):
         return error
     return LoraForgeError(f"{type(error).__name__}: {error}")
-
-
-def _backend(device: torch.device) -> Backend:
-    if device.type != "cuda":
-        torch.set_num_threads(1)
-        return Emulated(device)
-    torch.cuda.set_device(device)
-    return Kernels(device)
 
 
 def _serve(order: _Order, backend: Backend, barrier: Any, start: Any, leads: bool) -> _Answer:
