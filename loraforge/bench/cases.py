@@ -19,8 +19,9 @@ PAPER_RANKS = (1, 2, 4, 8, 12, 16)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (128, 512, 2048, 8192)
 TUNED_RANKS = (4, 8, 16, 32, 64, 128)
-TUNED_DECODE = (2, 6, 24, 96, 192)
-TUNED_PREFILL = (160, 384, 1536, 6144)
+# token counts that the tuner measures, and the greatest that each stands for
+TUNED_DECODE = {2: 4, 6: 12, 24: 48, 96: 144, 192: 512}
+TUNED_PREFILL = {160: 256, 384: 1024, 1536: 4096, 6144: 16384}
 MAX_RANK = 128
 ADAPTERS = 8
 SPECTRAL12 = "spectral12"  # the ranks of one layer of the shape fleet qwen50, allocated spectrally at 1/12
@@ -159,7 +160,18 @@ def tuning() -> Iterator[Case]:
             yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
 
 
+def native_tuning() -> Iterator[Case]:
+    """What tiles of the engines' kernels are tuned on: fewer points, since every one compiles each tile anew."""
+    for projection, rank, (phase, counts) in product(PROJECTIONS, (8, 64), _NATIVE):
+        for tokens in counts:
+            yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
+
+
 _PHASES: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS))
 _ABLATED: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (32, 128)), ("prefill", (512, 2048)))
-_TUNED: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", TUNED_DECODE), ("prefill", TUNED_PREFILL))
+_TUNED: tuple[tuple[Phase, tuple[int, ...]], ...] = (
+    ("decode", tuple(TUNED_DECODE)),
+    ("prefill", tuple(TUNED_PREFILL)),
+)
+_NATIVE: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (24, 96)), ("prefill", (384, 1536)))
 _LAYERS: tuple[tuple[Phase, int, int], ...] = (("decode", 128, 50), ("prefill", 2048, 8))

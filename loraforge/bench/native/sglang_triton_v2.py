@@ -1,8 +1,8 @@
 """``triton_v2`` of SGLang 0.5.23: the dense LoRA runner with the plan tables that it ships.
 
 Driven by the engine's own runner, plans included. What a plan gains by overlapping the shrink with the base product
-on a second stream lies outside of a kernel benchmark. Routes (tokens sorted by adapter) are made once a step by the engine
-and are not timed; the CUDA extension that makes those of middle sizes gives way to the Triton builder of the others.
+on a second stream lies outside of a kernel benchmark. Routes (tokens sorted by adapter) are made once a step by the
+engine and are not timed; where it makes them by a CUDA extension, its Triton builder for large batches does here.
 """
 
 from __future__ import annotations
