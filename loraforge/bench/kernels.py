@@ -183,22 +183,26 @@ def run_works(
     works: Iterable[Work],
     arms: Sequence[Arm],
     floors: Floors,
-    journal: Journal,
+    journals: Mapping[Op, Journal],
     *,
+    keep: int = 1,
     note: Mapping[str, Any] | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Time every case and operation that the journal lacks; False where the budget ended first."""
+    """Time every case and operation that the journal of the operation lacks; False where its budget ended first.
+
+    note: what records say beside the case. keep: projections whose factors stay in memory.
+    """
     for work in works:
-        wanted = [op for op in work.ops if not journal.has(describe(work.case, op) | dict(note or {}))]
+        wanted = [op for op in work.ops if not journals[op].has(describe(work.case, op) | dict(note or {}))]
         if not wanted:
             continue
-        if journal.spent:
+        if any(journals[op].spent for op in wanted):
             return False
-        operands = bench.operands(work.case)
+        operands = bench.operands(work.case, keep)
         for op in wanted:
             found = bench.cell(op, operands, arms)
-            journal.add(
+            journals[op].add(
                 describe(work.case, op)
                 | dict(note or {})
                 | {"floor_us": round(floor_us(op, operands, floors), 3), "arms": found}
