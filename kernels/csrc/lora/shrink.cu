@@ -59,9 +59,9 @@ int start(const Operands<T>& in, int capacity, int planes, int variant, void* st
 
 }  // namespace
 
-// Live entries of z [planes, tokens, slices, z_capacity] from x [tokens, d_in], rows x_stride elements apart (dtype codes
-// 1 and 2: portable.cuh), by the table and the plan; tiles of at most 16 rows. Variants: shrink.cuh. Returns 0, an error
-// of the runtime, or -1.
+// Live entries of z [planes, tokens, slices, z_capacity] from x [tokens, d_in], rows x_stride elements apart (dtype
+// codes 1 and 2: portable.cuh), by the table and the plan; segmented variants take tiles of at most 16 rows. Variants:
+// shrink.cuh. Returns 0, an error of the runtime, or -1.
 LF_API int lf_lora_shrink(const void* x, int64_t x_stride, int dtype, const void* a, const void* table, int slices,
                           int d_in, const int* token_slots, const int* order, const int* segments, const int* count,
                           int segment_capacity, int tokens, float* z, int z_capacity, int planes, int variant,

@@ -1,10 +1,10 @@
 // Shrink for decode: Z[t, j] = <X[t, :], A[j, :]> over the live directions j of token t's adapter, FP32 sums.
 //
 // Two forms. `direct` gives a token and a few directions to a warp or a block (paper, section 5: one warp a token and a
-// direction). `segmented` gives a segment (up to 16 tokens of one adapter) and 8 kTiles directions to a block, so that A
-// is read once a segment: tensor cores multiply 16 tokens by 8 directions, and since a sum does not care about the order
-// of its terms, the sixteen bytes that a lane loads of a row are four of its fragments as they are, without shuffles.
-// Warps share the input dimension out and are added in a fixed order.
+// direction). `segmented` gives a segment (up to 16 tokens of one adapter) and 8 kTiles directions to a block, so that
+// A is read once a segment: tensor cores multiply 16 tokens by 8 directions, and since a sum does not care about the
+// order of its terms, the sixteen bytes that a lane loads of a row are four of its fragments as they are, without
+// shuffles. Warps share the input dimension out and are added in a fixed order.
 //
 // Both end at the rank on the device before they read an operand. The grid covers directions with `groups` blocks that
 // stride over them, so that a pool of capacity 128 costs few idle blocks. `planes` splits the input dimension over
@@ -58,8 +58,8 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 a, float sum) {
 template <int kSplit>
 constexpr int kDirectWarps = kSplit == 1 ? 8 : kSplit;
 
-// A work item is a token, a slice and every groups-th run of kDirections directions. It belongs to a warp, or to a block
-// whose kSplit warps share the input dimension. Grid: x covers tokens * slices * groups items, y the planes.
+// A work item is a token, a slice and every groups-th run of kDirections directions. It belongs to a warp, or to a
+// block whose kSplit warps share the input dimension. Grid: x covers tokens * slices * groups items, y the planes.
 template <class T, int kDirections, int kSplit>
 __global__ void __launch_bounds__(kDirectWarps<kSplit> * kWarp) direct(const Operands<T> in, int groups) {
     constexpr int kUnroll = kDirections >= 8 ? 1 : kDirections == 4 ? 2 : 4;
@@ -126,23 +126,22 @@ template <class T>
 __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                                          unsigned b1) {
     if constexpr (std::is_same_v<T, bf16>)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Copies 16 bytes to shared memory in the background, zeros where not `wanted`.
-__device__ __forceinline__ void copy16(void* to, const void* from, bool wanted) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(wanted ? 16 : 0)
-                 : "memory");
+// Copies 16 bytes to an address in shared memory in the background, zeros where not `wanted`.
+__device__ __forceinline__ void copy16(unsigned to, const void* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 
 // A warp's ring in shared memory: a step is 64 elements of every row, in two halves, and a row's half is one load of 16
@@ -183,7 +182,9 @@ __device__ __forceinline__ void accumulate(float (&sum)[kTiles][4], const Operan
     for (int j = 0; j < kTiles; ++j)
         from[1 + j] = in.a + row.a + int64_t(min(first + 8 * j + g, rank - 1)) * in.d_in + 8 * t;
     const int step = 64 * kWarps * planes, left = in.d_in - 8 * t;
+    constexpr int kStep = 2 * kLoads * kWarp;  // of the ring, in uint4
     ring += lane;
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
     const auto fetch = [&](int slot, int k) {
         if (k < in.d_in) {
 #pragma unroll
@@ -192,20 +193,23 @@ __device__ __forceinline__ void accumulate(float (&sum)[kTiles][4], const Operan
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i) {
                     const bool live = i < 2 || i > kTiles || first + 8 * (i - 1) < rank;
-                    copy16(ring + ((2 * slot + h) * kLoads + i) * kWarp, from[i] + at, live && at < left);
+                    const unsigned to = address + (slot * kStep + (h * kLoads + i) * kWarp) * sizeof(uint4);
+                    copy16(to, from[i] + at, live && at < left);
                 }
             }
         }
         copies_commit();
     };
     int k = 64 * (warp + kWarps * plane), slot = 0;
+#pragma unroll 1
     for (int u = 0; u < kDepth; ++u) fetch(u, k + u * step);
     float other[kTiles][4] = {};  // takes turns with `sum`, so that multiplications wait less for each other
+#pragma unroll 1
     for (; k < in.d_in; k += step) {
         copies_wait<kDepth - 1>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint4* here = ring + (2 * slot + h) * kLoads * kWarp;
+            const uint4* here = ring + slot * kStep + h * kLoads * kWarp;
             const uint4 low = here[0], high = kTall ? here[(kLoads - 1) * kWarp] : uint4{};
 #pragma unroll
             for (int j = 0; j < kTiles; ++j) {
@@ -279,11 +283,11 @@ __global__ void __launch_bounds__(kWarps * kWarp) segmented(const Operands<T> in
 
 #endif
 
-// Blocks that stride over the directions of one of `items` work items: enough of them to fill the device a few times
-// where there are few items, and no more, since those past the rank only come and go.
+// Blocks that stride over the directions of one of `items` work items: enough of them to fill the device twice where
+// there are few items, and no more, since those past the rank only come and go.
 inline int choose_groups(int64_t items, int capacity, int directions) {
     const int most = (capacity + directions - 1) / directions;
-    const int64_t wanted = (3 * int64_t(processors()) + items - 1) / items;
+    const int64_t wanted = (2 * int64_t(processors()) + items - 1) / items;
     return static_cast<int>(wanted < most ? wanted : most);
 }
 
