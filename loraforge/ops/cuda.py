@@ -19,6 +19,8 @@ from loraforge.jit import load
 from loraforge.ops.plan import Plan
 
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+MAX_TILE = 16  # rows of a segment that kernels on segments take
+DIRECT = range(1, 8)  # variants of shrink that go by tokens alone
 Slices = Sequence[tuple[int, int]]
 
 _POINTER, _INT, _WIDE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -61,9 +63,11 @@ def shrink(x: Tensor, a: Tensor, table: Tensor, plan: Plan, z: Tensor, variant: 
 
     ``x``: bf16 or fp16 [T, d_in], rows 16-byte aligned; ``a``: the same dtype, directions 16-byte aligned.
     ``variant``: a number of kernels/include/loraforge/lora/shrink.cuh, 0 for the default. ``plan.tile`` is at most 16
-    for the variants that work on segments.
+    except for :data:`DIRECT` variants.
     """
     _aligned("x", x, 16, x.stride(0))
+    if plan.tile > MAX_TILE and variant not in DIRECT:
+        raise _too_tall(plan)
     planes, tokens, slices, capacity = z.shape
     if tokens:
         _call(
@@ -130,6 +134,8 @@ def lora(
     kernels/include/loraforge/lora/fused.cuh, 0 for the default. ``plan.tile`` is at most 16.
     """
     _aligned("x", x, 16, x.stride(0))
+    if plan.tile > MAX_TILE:
+        raise _too_tall(plan)
     planes, tokens, count, capacity = z.shape
     if sync is not None and sync.numel() < sync_words(plan, count):
         raise LoraForgeError(
@@ -189,6 +195,12 @@ def _aligned(key: str, tensor: Tensor, size: int, stride: int) -> None:
         raise LoraForgeError(
             "rows are not aligned", key=key, remedy=f"give rows at multiples of {size} bytes"
         )
+
+
+def _too_tall(plan: Plan) -> LoraForgeError:
+    return LoraForgeError(
+        f"segments of {plan.tile} rows", key="tile", remedy=f"plan with tile {MAX_TILE} or less"
+    )
 
 
 def _call(name: str, where: Tensor, *arguments: Any) -> None:
