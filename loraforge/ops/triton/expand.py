@@ -87,17 +87,17 @@ def _blocks(
     y,
     live,
     begin,
+    blocks,
     channels,
     CAPACITY: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
     DEPTH: tl.constexpr,
     TWICE: tl.constexpr,
     LONG: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of channels from ``begin``; z, y: pointers [BLOCK_M] to rows.
+    """``blocks`` blocks of channels from ``begin``; z, y: pointers [BLOCK_M] to rows.
 
     TWICE: the rank may reach twice DEPTH. LONG: it may be anything, and so may the width of a row of B.
     """
@@ -109,7 +109,7 @@ def _blocks(
     base = tl.load(
         y[:, None] + channel[None, :], mask=live[:, None] & (channel < channels)[None, :], other=0.0
     )
-    for block in tl.range(0, BLOCKS, num_stages=1):
+    for block in tl.range(0, blocks, num_stages=1):
         channel = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         channel_live = channel < channels
         place = y[:, None] + channel[None, :]
@@ -118,7 +118,7 @@ def _blocks(
         following = channel + BLOCK_N
         ahead = tl.load(
             y[:, None] + following[None, :],
-            mask=live[:, None] & ((following < channels) & (block + 1 < BLOCKS))[None, :],
+            mask=live[:, None] & ((following < channels) & (block + 1 < blocks))[None, :],
             other=0.0,
         )
         factor = _factor(b, b_offset, width, channel, channel_live, 0, rank, DEPTH, ALIGNED, OPERAND)
@@ -148,6 +148,8 @@ def _expand(
     count,
     y,
     y_stride,
+    slices,
+    blocks,
     first0,
     channels0,
     first1,
@@ -155,21 +157,19 @@ def _expand(
     first2,
     channels2,
     TILE: tl.constexpr,
-    SLICES: tl.constexpr,
     CAPACITY: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
     OPERAND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid: (groups of BLOCKS * BLOCK_N channels, slice by slice; segment capacity * TILE / BLOCK_M)."""
+    """Grid: (groups of blocks * BLOCK_N channels, slice by slice; segment capacity * TILE / BLOCK_M)."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_M
-    GROUP: tl.constexpr = BLOCKS * BLOCK_N
+    reach = blocks * BLOCK_N  # channels of one group
     segment = tl.program_id(1) // PARTS
     skip = tl.program_id(1) % PARTS * BLOCK_M
     segments += segment * 4
@@ -186,17 +186,17 @@ def _expand(
     rows = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
 
     group = tl.program_id(0)
-    groups0 = (channels0 + GROUP - 1) // GROUP
-    groups1 = (channels1 + GROUP - 1) // GROUP
+    groups0 = (channels0 + reach - 1) // reach
+    groups1 = (channels1 + reach - 1) // reach
     # a select keeps what is known of both sides' alignment, which a branch would not
-    in1 = (group >= groups0) & (SLICES > 1)
-    in2 = (group >= groups0 + groups1) & (SLICES > 2)
+    in1 = group >= groups0
+    in2 = group >= groups0 + groups1
     piece = in1.to(tl.int32) + in2.to(tl.int32)
     group -= tl.where(in2, groups0 + groups1, tl.where(in1, groups0, 0))
     first = tl.where(in2, first2, tl.where(in1, first1, first0))
     channels = tl.where(in2, channels2, tl.where(in1, channels1, channels0))
 
-    table += (slot.to(tl.int64) * SLICES + piece) * 4
+    table += (slot.to(tl.int64) * slices + piece) * 4
     b_offset = tl.load(table + 1)
     extent = tl.load(table + 2)
     scale = tl.load(table + 3).to(tl.int32).to(tl.float32, bitcast=True)
@@ -204,30 +204,30 @@ def _expand(
     width = (extent >> 32).to(tl.int32)
     if rank == 0:
         return
-    z += rows * (SLICES * CAPACITY) + piece * CAPACITY
+    z += rows * (slices * CAPACITY) + piece * CAPACITY
     y += rows * y_stride + first
-    begin = group * GROUP
+    begin = group * reach
     if rank <= 16:
         _blocks(
-            z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, channels,
-            CAPACITY, PLANES, BLOCK_N, BLOCKS, 16, False, False, OPERAND,
+            z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks, channels,
+            CAPACITY, PLANES, BLOCK_N, 16, False, False, OPERAND,
         )  # fmt: skip
     elif CAPACITY > 16:
         aligned = width % 8 == 0
         if (rank <= 64) & aligned:
             _blocks(
-                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, BLOCKS * 2, 64, False, False, OPERAND,
+                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
+                CAPACITY, PLANES, BLOCK_N // 2, 64, False, False, OPERAND,
             )  # fmt: skip
         elif (CAPACITY > 64) & (rank <= 128) & aligned:
             _blocks(
-                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, BLOCKS * 2, 64, True, False, OPERAND,
+                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
+                CAPACITY, PLANES, BLOCK_N // 2, 64, True, False, OPERAND,
             )  # fmt: skip
         else:
             _blocks(
-                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, BLOCKS * 2, 32, False, True, OPERAND,
+                z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
+                CAPACITY, PLANES, BLOCK_N // 2, 32, False, True, OPERAND,
             )  # fmt: skip
 
 
@@ -267,14 +267,14 @@ def expand(
         plan.count,
         y,
         y.stride(0),
+        count,
+        blocks,
         *firsts_and_channels,
         TILE=plan.tile,
-        SLICES=count,
         CAPACITY=capacity,
         PLANES=planes,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCKS=blocks,
         OPERAND=tl.bfloat16 if y.dtype == torch.bfloat16 else tl.float32,
         EARLY=bool(early),
         **launch(warps or 4, 1, registers, early),
