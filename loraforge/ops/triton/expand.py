@@ -137,10 +137,12 @@ def _blocks(
         base = ahead
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "slices", "blocks"]
+)  # what changes with the batch compiles nothing anew
 def _expand(
     z,
-    plane_stride,
+    tokens,
     b,
     table,
     order,
@@ -204,6 +206,7 @@ def _expand(
     width = (extent >> 32).to(tl.int32)
     if rank == 0:
         return
+    plane_stride = tokens * slices * CAPACITY
     z += rows * (slices * CAPACITY) + piece * CAPACITY
     y += rows * y_stride + first
     begin = group * reach
@@ -254,12 +257,12 @@ def expand(
     block_m = min(plan.tile, block_m or 64)
     block_n, blocks = block_n or 128, blocks or 4
     group = block_n * blocks
-    planes, _, count, capacity = z.shape
+    planes, tokens, count, capacity = z.shape
     firsts_and_channels = [number for pair in slices for number in pair] + [0, 0] * (3 - count)
     groups = sum(-(-channels // group) for _, channels in slices)
     _expand[groups, plan.segment_capacity * (plan.tile // block_m)](
         z,
-        z.stride(0),
+        tokens,
         b,
         table,
         plan.order,
