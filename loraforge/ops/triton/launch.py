@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 
-def launch(warps: int, stages: int, early: int) -> dict[str, int]:
-    """Launch options: warps, pipeline stages, and whether the kernel starts while the one before it ends."""
+def launch(warps: int, stages: int, registers: int, early: int) -> dict[str, int]:
+    """Launch options: warps, pipeline stages, a bound of registers a thread (0: none), and whether the kernel may start
+    while the one before it ends."""
     options = {"num_warps": warps, "num_stages": stages}
+    if registers:
+        options["maxnreg"] = registers
     if early:
         options["launch_pdl"] = True
     return options

@@ -73,7 +73,7 @@ def _columns(
     tl.store(z[:, None] + target[None, :], acc, mask=live[:, None] & column_live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # what changes with the batch compiles nothing anew
 def _shrink(
     x,
     x_stride,
@@ -136,7 +136,7 @@ def _shrink(
     begin = plane * steps // tl.num_programs(1) * BLOCK_K
     end = tl.minimum((plane + 1) * steps // tl.num_programs(1) * BLOCK_K, d_in)
     lane = tl.program_id(2)
-    if end2 <= NARROW:
+    if (end2 <= NARROW) | (SLICES * CAPACITY <= NARROW):
         if lane == 0:
             _columns(
                 x, a, z, live, 0, end0, end1, end2, a0, a1, a2, d_in, begin, end,
@@ -163,13 +163,15 @@ def shrink(
     columns: int = 0,
     warps: int = 0,
     stages: int = 0,
+    registers: int = 0,
     early: int = 0,
 ) -> None:
     """:func:`loraforge.ops.shrink` on operands that it has checked; an option of 0 takes the default.
 
     block_m: rows a program, a divisor of the plan's tile. narrow: columns of the block that runs where all live
     directions of a slot fit into it; block_n: columns of each block where they do not; columns: programs that share
-    those blocks. block_k: inputs a step. warps, stages: of a program. early: 1 to start while the kernel before ends.
+    those blocks. block_k: inputs a step. warps, stages: of a program; registers: at most so many a
+    thread. early: 1 to start while the kernel before ends.
     """
     block_m = min(plan.tile, block_m or 64)
     narrow, block_n, block_k = narrow or 32, block_n or 64, block_k or 128
@@ -195,5 +197,5 @@ def shrink(
         BLOCK_K=block_k,
         EVEN=d_in % block_k == 0,
         EARLY=bool(early),
-        **launch(warps or 4, stages or 3, early),
+        **launch(warps or 4, stages or 3, registers, early),
     )
