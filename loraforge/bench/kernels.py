@@ -239,7 +239,7 @@ def _samples(samples: Samples) -> dict[str, Any]:
 def _key(record: Mapping[str, Any]) -> tuple[str, ...]:
     names = (
         "record", "group", "layer", "model", "projection", "phase", "tokens", "adapters", "rank", "mix", "capacity",
-        "op",
+        "op", "staged", "width",
     )  # fmt: skip
     return tuple(str(record.get(name)) for name in names)
 

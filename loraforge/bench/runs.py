@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from loraforge.dispatch import Table, choose, choose_pair
 from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.evidence.targets.expand_ablation import DIRECT, LIMITS, STAGED, arm
 from loraforge.files import read_jsonl
+from loraforge.jit import load
 from loraforge.ops.choice import Choice, Kernel
 
 SEED = 20261130
@@ -84,18 +86,49 @@ def automatic(table: Table) -> Callable[[Op, Case], Choice]:
     return chosen
 
 
+ABLATED_VARIANT = 3  # of RowExpand: the paper's, 256 threads that keep rows of every bucket in registers
+ABLATED_THREADS = 256
+
+
 def ablated() -> list[Arm]:
-    """RowExpand at every tile limit, with Z staged in shared memory and not."""
+    """RowExpand at every tile limit, with Z staged in shared memory and not, and as it is by default."""
+
+    def limited(limit: int, staged: int) -> Arm:
+        options = {"tile_limit": limit, "staged": staged, "variant": ABLATED_VARIANT}
+        choice = Choice(DECODE.shrink, Kernel("row_expand", options))
+        return Ours(arm(STAGED if staged else DIRECT, limit), lambda op, case: choice)
+
     return [
-        Ours(
-            arm(staging, limit),
-            lambda op, case, limit=limit, staged=staged: Choice(  # type: ignore[misc]
-                DECODE.shrink, Kernel("row_expand", {"tile_limit": limit, "staged": staged})
-            ),
-        )
-        for staging, staged in ((STAGED, 1), (DIRECT, 0))
-        for limit in LIMITS
+        *(limited(limit, staged) for staged in (1, 0) for limit in LIMITS),
+        Ours("production", lambda op, case: DECODE),
     ]
+
+
+def resources() -> list[dict[str, Any]]:
+    """Records of what the compiler made of the ablated kernels, by the runtime's own account."""
+    attributes = load("lora", kind="nvcc" if torch.version.cuda else "hipcc").lf_lora_row_expand_attributes
+    warps = torch.cuda.get_device_properties(_device()).max_threads_per_multi_processor // 32
+    found = []
+    for staged in (1, 0):
+        for width in (1, 2, 4, 8, 16, 32, 64):
+            values = [ctypes.c_int() for _ in range(4)]
+            if attributes(width, staged, ABLATED_VARIANT, *map(ctypes.byref, values)) != 0:
+                raise LoraForgeError("has no attributes", key=f"RowExpand variant {ABLATED_VARIANT}")
+            registers, shared, local, blocks = (value.value for value in values)
+            found.append(
+                {
+                    "record": "resources",
+                    "staged": bool(staged),
+                    "width": width,
+                    "threads": ABLATED_THREADS,
+                    "registers": registers,
+                    "local_bytes": local,
+                    "shared_bytes": shared,
+                    "blocks_per_sm": blocks,
+                    "occupancy": round(blocks * (ABLATED_THREADS // 32) / warps, 4),
+                }
+            )
+    return found
 
 
 def run_kernels(
@@ -148,6 +181,9 @@ def run_kernels(
         competing = [each for each in arms if each.name.startswith("csgmv")] + ablated()
         note = {"group": "ablation", "layer": None}
         works = [Work(case, ("expand",)) for case in grids.expand_ablation()]
+        for record in resources():
+            if not journals["expand"].has(record):
+                journals["expand"].add(record)
         whole &= run_works(bench, works, competing, floors, journals, note=note, say=say)
     return whole
 
@@ -196,8 +232,10 @@ def run_tuning(
     workers: int = 0,
     say: Callable[[str], object] = print,
 ) -> Table:
-    """Tune the engines' tiles, then our kernels against them; write both files. Three blocks, warm and flushed, of which
-    the geometric mean counts."""
+    """Tune the engines' tiles, then our kernels against them; write both files.
+
+    Three blocks, warm and flushed, of which the geometric mean counts.
+    """
     device = _device()
     bench = Workbench(device, TUNING_SEED, blocks=3)
     engines: dict[str, tuple[Any, Mapping[Any, Any]]] = {

@@ -37,9 +37,15 @@ def _kernels(backend: str, *options: Mapping[str, int]) -> tuple[Kernel, ...]:
     return tuple(Kernel(backend, dict(each)) for each in options)
 
 
-_DIRECT = tuple((Kernel("direct", {"variant": variant}), planes) for variant in (0,) for planes in (1, 2, 4))
-_ROWS = _kernels("row_expand", {}, {"tile_limit": 8}, {"tile_limit": 4}, {"staged": 0, "tile_limit": 4})
-_FUSED = tuple((kernel, 1) for kernel in _kernels("fused", {}))
+# variants as kernels/include/loraforge/lora/{shrink,fused}.cuh and kernels/csrc/lora/row_expand.cu number them
+_WARPS = tuple((kernel, 1) for kernel in _kernels("direct", *({"variant": v} for v in (1, 2, 3, 5))))
+_SEGMENTS = tuple(
+    (kernel, planes)
+    for kernel in _kernels("direct", *({"variant": v} for v in (11, 12, 14, 16)))
+    for planes in (1, 2, 4)
+)
+_ROWS = _kernels("row_expand", *({"variant": v} for v in (0, 1, 2, 3, 4, 5, 8, 10, 15)))
+_FUSED = tuple((kernel, 1) for kernel in _kernels("fused", *({"variant": v} for v in (2, 5, 7, 12, 15, 17))))
 _TRITON_SHRINKS = tuple(
     (kernel, planes)
     for kernel in _kernels(
@@ -62,11 +68,11 @@ _TRITON_EXPANDS = _kernels(
 )
 CANDIDATES: dict[str, tuple[Candidates, ...]] = {
     "decode": (
-        Candidates(16, _DIRECT, _ROWS, _FUSED),
+        Candidates(16, _WARPS + _SEGMENTS, _ROWS, _FUSED),
         Candidates(16, _TRITON_SHRINKS[-3:], _TRITON_EXPANDS[:3]),
     ),
     "prefill": (
-        Candidates(16, _DIRECT[:1], _ROWS[:1], _FUSED[:1]),
+        Candidates(16, _SEGMENTS[:4], _ROWS[:3], _FUSED[:2]),
         Candidates(64, _TRITON_SHRINKS, _TRITON_EXPANDS),
         Candidates(128, _TRITON_SHRINKS[:6], _TRITON_EXPANDS),
     ),

@@ -19,7 +19,10 @@ def engines(
     out: Annotated[Path, typer.Argument(help="folder to make", show_default=False)],
     force: Annotated[bool, typer.Option(help="replace what is there")] = False,
 ) -> None:
-    """Fetch the engines' LoRA kernels (SGLang 0.5.22 and 0.5.23, vLLM 0.26.0) by pip: Python files alone."""
+    """Fetch the engines' LoRA kernels by pip.
+
+    Of SGLang 0.5.22 and 0.5.23 and vLLM 0.26.0, their Python files alone.
+    """
     from loraforge.bench.native.sites import fetch
 
     fetch(out, force=force)
@@ -28,9 +31,9 @@ def engines(
 @app.command()
 def kernels(
     engines: Annotated[Path, _ENGINES],
-    out: Annotated[
-        Path, typer.Option("-o", "--out", help="folder of records (JSON Lines, one file a target)")
-    ] = Path("results/kernels"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="folder of records, one file a target")] = Path(
+        "results/kernels"
+    ),
     table: Annotated[
         Path | None, typer.Option(help="dispatch table; default: the one that ships for this device")
     ] = None,
@@ -51,7 +54,10 @@ def kernels(
     ] = 0,
     flushed: Annotated[bool, typer.Option(help="time with a flushed cache as well")] = True,
 ) -> None:
-    """Check and time our kernels and the engines' on the reported grid. Resumes from the records in the folder."""
+    """Check and time our kernels and the engines'.
+
+    On the reported grid; goes on from the records in the folder.
+    """
     import torch
 
     from loraforge.bench.native.tiles import FOLDER
@@ -94,7 +100,10 @@ def tune(
         int, typer.Option(min=0, help="processes that compile the engines' kernels first")
     ] = 0,
 ) -> None:
-    """Tune the dispatch table and the engines' tiles of this device, on batches that the reported grid has not."""
+    """Tune dispatch table and native tiles.
+
+    Of this device, on batches that the reported grid does not have.
+    """
     import torch
 
     from loraforge.bench.runs import Setup, run_tuning

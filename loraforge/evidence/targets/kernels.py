@@ -154,7 +154,8 @@ class KernelTarget(Target[Item]):
     def check(self, records: Sequence[Item], path: Any) -> None:
         settings = [item for item in records if isinstance(item, Setting)]
         if len(settings) != 1:
-            raise InputError(f"holds {len(settings)} settings of a run, not one", path=path)
+            what = "states the setting of the run twice" if settings else "lacks the setting of the run"
+            raise InputError(what, path=path)
         found = cells(records)
         if not found:
             raise InputError("holds no timed case", path=path)
