@@ -108,9 +108,10 @@ LF_API int lf_lora_fused(const void* x, int64_t x_stride, int dtype, const void*
     return with_half(dtype, [&](auto type) -> int {
         using T = decltype(type);
         const shrink::Operands<T> in{static_cast<const T*>(x), x_stride, static_cast<const T*>(a),
-                                     static_cast<const Slot*>(table), slices, d_in, nullptr, order, segments, count, tokens, z, z_capacity};
-        const fused::Outputs<T> out{static_cast<const T*>(b), static_cast<T*>(y), y_stride, extents, pairs, planes, sync,
-                                    0, 0, 0};
+                                     static_cast<const Slot*>(table), slices, d_in, nullptr, order, segments, count,
+                                     tokens, z, z_capacity};
+        const fused::Outputs<T> out{static_cast<const T*>(b), static_cast<T*>(y), y_stride, extents, pairs, planes,
+                                    sync, 0, 0, 0};
         const Call<T> call{in, out, segment_capacity, stream};
         return choose(call, variant);
     });

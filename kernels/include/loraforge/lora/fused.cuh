@@ -1,7 +1,7 @@
 // Decode in one call: Y += scale (X A^T) B^T, with the shrink hidden behind the traffic of B and Y.
 //
-// The work of expand is an item: a segment and two output channels a thread, of one slice. A block brings an item's rows
-// of B and the first rows of Y into registers before it needs Z, so that only adding up is left when Z is there. How it
+// The work of expand is an item: a segment and two output channels a thread, of one slice. A block brings the rows of B
+// and the first rows of Y into registers before it needs Z, so that only adding up is left when Z is there. How it
 // learns that Z is there makes two forms:
 //
 //   one launch    The first blocks of the grid shrink, the rest expand. Each segment and slice has a counter of shrink
