@@ -158,12 +158,11 @@ def sync_words(plan: Plan, slices: int) -> int:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = load("lora", kind="nvcc" if torch.version.cuda else "hipcc")
-    for name, arguments in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int
-    return library
+def _function(name: str) -> Any:
+    """A launcher of the library, which is built if need be, with its prototype."""
+    function = getattr(load("lora", kind="nvcc" if torch.version.cuda else "hipcc"), name)
+    function.argtypes, function.restype = _PROTOTYPES[name], ctypes.c_int
+    return function
 
 
 @cache
@@ -206,7 +205,7 @@ def _too_tall(plan: Plan) -> LoraForgeError:
 def _call(name: str, where: Tensor, *arguments: Any) -> None:
     with torch.cuda.device(where.device):
         stream = torch.cuda.current_stream(where.device).cuda_stream
-        status = getattr(_library(), name)(*arguments, stream)
+        status = _function(name)(*arguments, stream)
     if status != 0:
         what = "unsupported arguments" if status == -1 else f"CUDA error {status}"
         raise LoraForgeError(

@@ -48,8 +48,8 @@ int start(Call<T> call, int per_processor) {
         const auto first = shrink::segmented<T, kTiles, kWarps>;
         if (const auto e = allow_shared(first, ring); e != kOk) return static_cast<int>(e);
         if (const auto e = allow_shared(fused::second<T, kWarps>, tile); e != kOk) return static_cast<int>(e);
-        const int e = launch_overlapped(first, dim3(static_cast<unsigned>(pairs * out.groups), out.planes), kWarps * kWarp,
-                                        ring, stream, in, out.groups);
+        const dim3 grid(static_cast<unsigned>(pairs * out.groups), static_cast<unsigned>(out.planes));
+        const int e = launch_overlapped(first, grid, kWarps * kWarp, ring, stream, in, out.groups);
         if (e != kOk) return e;
         return launch_overlapped(fused::second<T, kWarps>, dim3(static_cast<unsigned>(expanders)), kWarps * kWarp, tile,
                                  stream, in, out);
@@ -107,11 +107,12 @@ LF_API int lf_lora_fused(const void* x, int64_t x_stride, int dtype, const void*
     for (int i = 0; i < slices; ++i) pairs = pairs && slice_first[i] % 2 == 0 && slice_channels[i] % 2 == 0;
     return with_half(dtype, [&](auto type) -> int {
         using T = decltype(type);
-        const Call<T> call{{static_cast<const T*>(x), x_stride, static_cast<const T*>(a),
-                            static_cast<const Slot*>(table), slices, d_in, nullptr, order, segments, count, tokens, z, z_capacity},
-                           {static_cast<const T*>(b), static_cast<T*>(y), y_stride, extents, pairs, planes, sync, 0, 0, 0},
-                           segment_capacity,
-                           stream};
+        const shrink::Operands<T> in{static_cast<const T*>(x), x_stride, static_cast<const T*>(a),
+                                     static_cast<const Slot*>(table), slices, d_in, nullptr, order, segments, count,
+                                     tokens, z, z_capacity};
+        const fused::Outputs<T> out{static_cast<const T*>(b), static_cast<T*>(y), y_stride, extents, pairs, planes,
+                                    sync, 0, 0, 0};
+        const Call<T> call{in, out, segment_capacity, stream};
         return choose(call, variant);
     });
 #endif

@@ -1,7 +1,7 @@
 // Decode in one call: Y += scale (X A^T) B^T, with the shrink hidden behind the traffic of B and Y.
 //
-// The work of expand is an item: a segment and two output channels a thread of a slice. A block brings an item's rows of
-// B and the first rows of Y into registers before it needs Z, so that only adding up is left when Z is there. How it
+// The work of expand is an item: a segment and two output channels a thread, of one slice. A block brings the rows of B
+// and the first rows of Y into registers before it needs Z, so that only adding up is left when Z is there. How it
 // learns that Z is there makes two forms:
 //
 //   one launch    The first blocks of the grid shrink, the rest expand. Each segment and slice has a counter of shrink
@@ -11,9 +11,9 @@
 //   two launches  Shrink, then expand in blocks that run ahead of its end (programmatic dependent launch).
 //
 // Within a row of B, groups of lanes share ranks above 8, sixteen bytes a lane, and exchange partial sums so that each
-// lane ends with two (one above rank 16) adjacent channels. Rows are read up to the power of two at the rank, which must
-// not be past their width; other widths, ranks above 64 and odd columns of Y take a path that reads eight directions
-// at a time, chosen on the device a block at a time. FP32 sums in one order, rounded once: results repeat bit for bit.
+// lane ends with two (one above rank 16) adjacent channels. Rows are read up to the power of two at the rank, which may
+// not be past their width; other widths, ranks above 64 and odd columns of Y take a path that reads eight directions at
+// a time, chosen on the device a block at a time. FP32 sums in one order, rounded once: results repeat bit for bit.
 //
 // Variants of lf_lora_fused (0: kDefault in fused.cu): directions x warps of a shrink block, most expand blocks a
 // multiprocessor:
