@@ -5,7 +5,7 @@ output channels. The rank picks the depth of the product on the device: 16, 64 o
 that or where rows of B are not a whole number of 16-byte vectors.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # What is jitted is Triton's language, not Python's.
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ slices are lined up behind one another, so that rank 8 in each of q, k and v is 
 once; the rank that bounds the columns is read on the device, before the loop over the input.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # What is jitted is Triton's language, not Python's.
 
 from __future__ import annotations
