@@ -94,7 +94,7 @@ class Kernels:
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if chosen.index is None else chosen.index
         )
-        self._library = load(folder, kind="nvcc" if torch.version.cuda else "hipcc")
+        self._library = load("factor", folder, kind="nvcc" if torch.version.cuda else "hipcc")
         void, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         for name, arguments in {
             "lf_gram": [void, number, number, void, wide, number, number, void],

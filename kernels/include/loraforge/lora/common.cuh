@@ -1,0 +1,178 @@
+// What the serving kernels share: slots, segments, overlapped launches, 16-bit element pairs.
+//
+// Overlap (programmatic dependent launch). Every kernel here calls wait_for_previous() before it reads or writes
+// anything that a kernel before it may touch, and let_next_start() only after that. So when a kernel runs ahead of its
+// wait, everything up to the kernel before the last one is complete and visible: a kernel that is known to follow one
+// of these may read ahead what was written before that one.
+#pragma once
+
+#include <type_traits>
+
+#include "../portable.cuh"
+
+namespace lf {
+namespace lora {
+
+constexpr int kMaxSlices = 3;
+constexpr int kTile = 16;  // rows of a segment that the decode kernels take
+
+// One slot and slice: loraforge/ops/slots.py.
+struct __align__(16) Slot {
+    int64_t a, b;  // first elements of A and B
+    int rank, width;
+    float scale;
+    int unused;
+};
+static_assert(sizeof(Slot) == 32, "a row is two 16-byte loads");
+
+__device__ __forceinline__ Slot load_slot(const Slot* at) {
+    Slot slot;
+    const int4* from = reinterpret_cast<const int4*>(at);
+    reinterpret_cast<int4*>(&slot)[0] = from[0];
+    reinterpret_cast<int4*>(&slot)[1] = from[1];
+    return slot;
+}
+
+// Output channels [first, first + channels) of each slice, by value in the kernel's parameters.
+struct Slices {
+    int count;
+    int first[kMaxSlices], channels[kMaxSlices];
+};
+
+// False for a number of slices that the kernels do not take.
+inline bool make_slices(Slices& to, int count, const int* first, const int* channels) {
+    if (count < 1 || count > kMaxSlices) return false;
+    to.count = count;
+    for (int i = 0; i < count; ++i) to.first[i] = first[i], to.channels[i] = channels[i];
+    return true;
+}
+
+// Rows [start, start + rows) of `order` have one slot; the fourth word is unused.
+struct __align__(16) Segment {
+    int start, rows, slot, unused;
+};
+
+__device__ __forceinline__ Segment load_segment(const int* segments, int index) {
+    const int4 words = reinterpret_cast<const int4*>(segments)[index];
+    return {words.x, words.y, words.z, 0};
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Starts a kernel that may run ahead of the end of the one before it.
+template <class... Parameters, class... Arguments>
+inline int launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream,
+                             Arguments... arguments) {
+#if LF_HIP
+    kernel<<<grid, threads, shared, static_cast<stream_t>(stream)>>>(arguments...);
+    return static_cast<int>(last_error());
+#else
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<stream_t>(stream);
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    return static_cast<int>(cudaLaunchKernelEx(&config, kernel, arguments...));
+#endif
+}
+
+// Multiprocessors of the current device, asked once a device; 1 where the runtime does not say.
+inline int processors() {
+    constexpr int kDevices = 64;
+    static int known[kDevices] = {};
+    int device = 0;
+    if (current_device(&device) != kOk || device >= kDevices) return 1;
+    if (known[device] == 0 && multiprocessors(&known[device], device) != kOk) return 1;
+    return known[device];
+}
+
+template <class Body>
+inline int with_half(int code, Body&& body) {
+    switch (code) {
+        case kFloat16: return body(__half{});
+        case kBFloat16: return body(bf16{});
+        default: return kUnsupported;
+    }
+}
+
+// Sixteen bytes that no thread writes while the kernel runs.
+__device__ __forceinline__ uint4 load16(const void* at) {
+#if LF_HIP
+    return *static_cast<const uint4*>(at);
+#else
+    return __ldg(static_cast<const uint4*>(at));
+#endif
+}
+
+// The same for bytes that are used once: they leave the L1 cache to others.
+__device__ __forceinline__ uint4 load16_once(const void* at) {
+#if LF_HIP
+    return *static_cast<const uint4*>(at);
+#else
+    uint4 value;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(at));
+    return value;
+#endif
+}
+
+// Two elements in one word, the first in the low half.
+__device__ __forceinline__ float2 unpack(unsigned word, bf16) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+
+__device__ __forceinline__ float2 unpack(unsigned word, __half) {
+    __half2 pair;
+    *reinterpret_cast<unsigned*>(&pair) = word;
+    return __half22float2(pair);
+}
+
+__device__ __forceinline__ uint16_t round_bits(float value, __half) {
+    const __half rounded = __float2half_rn(value);
+    return *reinterpret_cast<const uint16_t*>(&rounded);
+}
+
+__device__ __forceinline__ uint16_t round_bits(float value, bf16) {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#else
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);  // NaN stays NaN
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ unsigned pack(float low, float high, T type) {
+#if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    unsigned word;
+    if constexpr (std::is_same_v<T, bf16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return round_bits(low, type) | static_cast<unsigned>(round_bits(high, type)) << 16;
+#endif
+}
+
+}  // namespace lora
+}  // namespace lf

@@ -1,0 +1,1 @@
+"""Kernel benchmarks: cases and operands, arms (ours and the engines'), checks, graph-replay timing, and the tuner."""
