@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from loraforge.errors import LoraForgeError
 from loraforge.ops.plan import Plan
+from loraforge.ops.slots import VECTOR
 from loraforge.ops.triton.launch import launch
 
 
@@ -177,6 +179,10 @@ def shrink(
     narrow, block_n, block_k = narrow or 32, block_n or 64, block_k or 128
     planes, tokens, slices, capacity = z.shape
     d_in = x.shape[1]
+    if d_in % VECTOR:
+        raise LoraForgeError(
+            f"{d_in} inputs", key="x", remedy=f"pad the projection's inputs to a multiple of {VECTOR}"
+        )
     _shrink[plan.segment_capacity * (plan.tile // block_m), planes, columns or 1](
         x,
         x.stride(0),
