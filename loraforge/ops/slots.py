@@ -39,8 +39,8 @@ class Slot:
         anything, NaN included.
     scale: multiplies the update of this slice; 1 where an engine folds it into B.
 
-    A GPU's kernels read 16 bytes at once: there ``a_offset`` (and ``d_in``) must be a multiple of 8, ``b_offset`` of the
-    least of 8 and ``width``.
+    A GPU's kernels read 16 bytes at once: there ``a_offset`` (and ``d_in``) must be a multiple of 8, ``b_offset`` of
+    the least of 8 and ``width``.
     """
 
     a_offset: int = 0
