@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loraforge import ops
+from loraforge.errors import LoraForgeError
 from loraforge.ops import plan as plans
 from loraforge.ops import reference
 from loraforge.ops.choice import Choice, Kernel
@@ -213,3 +214,13 @@ def test_both_through_one_choice() -> None:
         choice=choice,
     )
     close(batch.y.double().cpu(), want, 4e-3 if batch.y.dtype == torch.bfloat16 else 1e-3)
+
+
+def test_shapes_that_no_program_covers_are_refused() -> None:
+    batch = case([[8]], [0] * 9, tile=8)
+    with pytest.raises(LoraForgeError, match="programs of 8 rows in segments of 8"):
+        batch.check_shrink()
+    with pytest.raises(LoraForgeError, match="block_m that divides it"):
+        case([[8]], [0] * 9, tile=48).check_expand(block_m=32)
+    with pytest.raises(LoraForgeError, match="36 inputs"):
+        case([[8]], [0] * 9, d_in=36).check_shrink()
