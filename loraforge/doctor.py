@@ -176,6 +176,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "torch": torch_report(),
         "compilers": compilers(),
         "kernels": {library: jit.state(library) for library in jit.LIBRARIES},
+        "cpu_kernels": jit.state("cpu", kind="g++"),
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

@@ -1,9 +1,10 @@
-"""Build the GPU kernels once a machine and load them: no torch headers, a plain C interface, ctypes.
+"""Build the kernels once a machine and load them: no torch headers, a plain C interface, ctypes.
 
-There are two libraries, ``factor`` and ``lora`` (serving), so that work on serving leaves alone the factor cache, whose
-keys hold the hash of the factor sources. A library is named by the hash of everything it is made of (sources, flags,
-compiler version), built beside its final place under a lock, and renamed into it. A library built ahead of time lies
-in the package with a record of the same sources and needs no compiler.
+There are two GPU libraries, ``factor`` and ``lora`` (serving), so that work on serving leaves alone the factor cache,
+whose keys hold the hash of the factor sources, and ``cpu``, the serving operations on the processor. A library is
+named by the hash of everything it is made of (sources, flags, compiler version), built beside its final place under a
+lock, and renamed into it. A library built ahead of time lies in the package with a record of the same sources and
+needs no compiler.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ KERNELS = next(
 DEFAULT_FOLDER = Path(".cache/loraforge/kernels")
 PREBUILT_FOLDER = PACKAGE
 
-Library = Literal["factor", "lora"]
-LIBRARIES: tuple[Library, ...] = ("factor", "lora")
+Library = Literal["factor", "lora", "cpu"]
+LIBRARIES: tuple[Library, ...] = ("factor", "lora")  # for GPUs; these are built ahead of time too
 _SHARED = ("portable.cuh",)  # factor headers that the lora library includes
 
 _COMPILERS = {
     "nvcc": ("/usr/local/cuda/bin/nvcc",),
     "hipcc": ("/opt/rocm/bin/hipcc",),
+    "g++": ("/usr/bin/g++",),
 }
 _FLAGS: dict[str, tuple[str, ...]] = {
     "nvcc": (
@@ -51,16 +53,35 @@ _FLAGS: dict[str, tuple[str, ...]] = {
         "--threads=0",
     ),
     "hipcc": ("-O3", "-std=c++17", "--offload-arch=gfx90a", "-shared", "-fPIC", "-x", "hip"),
+    # OpenMP for the compiler proper alone: its runtime is not linked, but found in the process, where torch has put
+    # its own, and a process without one does not load the library. A second runtime would have threads of its own that
+    # compete with torch's.
+    "g++": (
+        "-O3",
+        "-std=gnu++17",
+        "-march=native",
+        "-Xpreprocessor",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        "-Wl,-z,now",
+        "-w",  # GCC 12 warns of its own AVX-512 header
+    ),
 }
+_UNITS = (".cu", ".cpp")
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A GPU compiler of this machine: ``nvcc`` or ``hipcc``, where it is, and its version text."""
+    """A compiler of this machine: ``nvcc``, ``hipcc`` or ``g++``, where it is, and its version text.
+
+    target: what the compiler takes this machine's processor for, where the flags leave that to it.
+    """
 
     kind: str
     path: str
     version: str
+    target: str = ""
 
 
 def find_compiler(kind: str = "nvcc") -> Compiler | None:
@@ -69,27 +90,35 @@ def find_compiler(kind: str = "nvcc") -> Compiler | None:
     if path is None:
         return None
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        version = _ask(path, "--version")
+        target = _ask(path, "-march=native", "-Q", "--help=target") if kind == "g++" else ""
     except (OSError, subprocess.SubprocessError):
         return None
-    return Compiler(kind, path, done.stdout.strip())
+    return Compiler(kind, path, version, target)
+
+
+def _ask(path: str, *arguments: str) -> str:
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
 
 
 def sources(library: Library = "factor", kernels: Path = KERNELS) -> list[Path]:
-    """Translation units and headers of a library, sorted by path: ``lora`` has what lies in folders of that name.
+    """Translation units and headers of a library, sorted by path: ``lora`` and ``cpu`` have what lies in folders of
+    those names.
 
     Raises MissingDependencyError where there are none.
     """
 
     def belongs(path: Path) -> bool:
-        if "lora" in path.relative_to(kernels).parts[:-1]:
-            return library == "lora"
-        return library == "factor" or path.name in _SHARED
+        for name in ("lora", "cpu"):
+            if name in path.relative_to(kernels).parts[:-1]:
+                return library == name
+        return library == "factor" or (library == "lora" and path.name in _SHARED)
 
     found = sorted(
-        path for path in kernels.rglob("*") if path.suffix in (".cu", ".cuh", ".h") and belongs(path)
+        path for path in kernels.rglob("*") if path.suffix in (*_UNITS, ".cuh", ".h") and belongs(path)
     )
-    if not any(path.suffix == ".cu" for path in found):
+    if not any(path.suffix in _UNITS for path in found):
         raise MissingDependencyError(
             f"the {library} kernel sources are missing", path=kernels, remedy="install loraforge again"
         )
@@ -106,12 +135,12 @@ def source_hash(library: Library = "factor", kernels: Path = KERNELS) -> str:
 
 
 def library_key(compiler: Compiler, library: Library = "factor", kernels: Path = KERNELS) -> str:
-    """The hash that names a library: sources, flags and compiler version."""
+    """The hash that names a library: sources, flags, compiler version, and the processor where flags leave it open."""
     parts = {
         "sources": source_hash(library, kernels),
         "flags": _FLAGS[compiler.kind],
         "compiler": compiler.version,
-    }
+    } | ({"target": compiler.target} if compiler.target else {})
     return sha256_text(canonical_json(parts))
 
 
@@ -154,8 +183,8 @@ def build(library: Library = "factor", folder: Path = DEFAULT_FOLDER, *, kind: s
     compiler = find_compiler(kind)
     if compiler is None:
         raise MissingDependencyError(
-            f"the {library} GPU kernels are not built and {kind} is not found",
-            remedy=f"install the toolkit that has {kind} and put it on the PATH, or work on the CPU",
+            f"the {library} kernels are not built and {kind} is not found",
+            remedy=f"install what has {kind} and put it on the PATH, or work without these kernels",
         )
     target = _place(library, folder, compiler)
     with _locked(target.parent):
@@ -165,7 +194,7 @@ def build(library: Library = "factor", folder: Path = DEFAULT_FOLDER, *, kind: s
 
 
 def build_ahead(*, kind: str = "nvcc") -> list[Path]:
-    """Build all libraries into the package, with the records that :func:`prebuilt` checks: for wheels and for
+    """Build the GPU libraries into the package, with the records that :func:`prebuilt` checks: for wheels and for
     machines without a compiler. Raises as :func:`build` does."""
     compiler = find_compiler(kind)
     if compiler is None:
@@ -192,23 +221,25 @@ def load(library: Library = "factor", folder: Path = DEFAULT_FOLDER, *, kind: st
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise LoraForgeError(
-            f"the {library} GPU kernels do not load ({error})",
+            f"the {library} kernels do not load ({error})",
             path=path,
             remedy="remove the file to build it again",
         ) from error
 
 
-def state(library: Library = "factor", folder: Path = DEFAULT_FOLDER) -> dict[str, Any]:
+def state(
+    library: Library = "factor", folder: Path = DEFAULT_FOLDER, *, kind: str = "nvcc"
+) -> dict[str, Any]:
     """What ``loraforge doctor`` says of a library: whether it is built, where, and whether it can be."""
     try:
-        path = find_library(library, folder)
-        names = [source.name for source in sources(library) if source.suffix == ".cu"]
+        path = find_library(library, folder, kind=kind)
+        names = [source.name for source in sources(library) if source.suffix in _UNITS]
     except LoraForgeError as error:
         return {"built": False, "path": None, "buildable": False, "sources": [], "problem": str(error)}
     return {
         "built": path is not None,
         "path": None if path is None else str(path),
-        "buildable": find_compiler() is not None,
+        "buildable": find_compiler(kind) is not None,
         "sources": names,
         "problem": None,
     }
@@ -233,7 +264,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _compile(library: Library, compiler: Compiler, target: Path) -> None:
-    units = [str(path) for path in sources(library) if path.suffix == ".cu"]
+    units = [str(path) for path in sources(library) if path.suffix in _UNITS]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         fresh = Path(folder) / target.name
@@ -250,7 +281,7 @@ def _compile(library: Library, compiler: Compiler, target: Path) -> None:
             lines = (done.stderr or done.stdout).splitlines()
             first = next((line for line in lines if "error" in line), f"exit status {done.returncode}")
             raise LoraForgeError(
-                f"the {library} GPU kernels do not compile: {first.strip()}",
+                f"the {library} kernels do not compile: {first.strip()}",
                 path=KERNELS,
                 remedy=f"try another version of {compiler.kind} ({compiler.version.splitlines()[-1]})",
             )

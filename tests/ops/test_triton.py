@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from loraforge import ops
+from loraforge.errors import LoraForgeError
 from loraforge.ops import plan as plans
 from loraforge.ops import reference
-from loraforge.ops.choice import Kernel
+from loraforge.ops.choice import Choice, Kernel
 from loraforge.ops.slots import Slot, SlotTable, bucket
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -188,3 +189,38 @@ def test_a_batch_without_adapters_is_left_alone() -> None:
     batch = case([[8]], [-1] * 9)
     batch.check_shrink()
     batch.check_expand()
+
+
+def test_both_through_one_choice() -> None:
+    batch = case(MIXED, ragged(50, 5), planes=2)
+    want = reference.expand(
+        batch.shrunk(), batch.b, batch.table, batch.plan.token_slots, batch.y, batch.slices
+    )
+    choice = Choice(
+        Kernel("triton", {"block_m": 32, "block_n": 16, "block_k": 32}),
+        Kernel("triton", {"block_m": 32, "block_n": 32, "blocks": 2}),
+        tile=32,
+        planes=2,
+    )
+    ops.lora(
+        batch.x,
+        batch.a,
+        batch.b,
+        batch.table.tensor,
+        batch.plan,
+        batch.z,
+        batch.y,
+        batch.slices,
+        choice=choice,
+    )
+    close(batch.y.double().cpu(), want, 4e-3 if batch.y.dtype == torch.bfloat16 else 1e-3)
+
+
+def test_shapes_that_no_program_covers_are_refused() -> None:
+    batch = case([[8]], [0] * 9, tile=8)
+    with pytest.raises(LoraForgeError, match="programs of 8 rows in segments of 8"):
+        batch.check_shrink()
+    with pytest.raises(LoraForgeError, match="block_m that divides it"):
+        case([[8]], [0] * 9, tile=48).check_expand(block_m=32)
+    with pytest.raises(LoraForgeError, match="36 inputs"):
+        case([[8]], [0] * 9, d_in=36).check_shrink()

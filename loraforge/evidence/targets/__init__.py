@@ -7,6 +7,7 @@ from typing import Any
 from loraforge.errors import UsageError
 from loraforge.evidence.targets.allocation import AllocationTarget
 from loraforge.evidence.targets.base import Claim, Record, Summary, Target
+from loraforge.evidence.targets.cpu_ops import CpuOpsTarget
 from loraforge.evidence.targets.dispatch import DispatchTarget
 from loraforge.evidence.targets.end_to_end import EndToEndTarget
 from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
@@ -26,6 +27,7 @@ TARGETS: dict[str, Target[Any]] = {
         ShrinkAblationTarget(),
         ExpandAblationTarget(),
         DispatchTarget(),
+        CpuOpsTarget(),
     )
 }
 

@@ -5,7 +5,7 @@ output channels. The rank picks the depth of the product on the device: 16, 64 o
 that or where rows of B are not a whole number of 16-byte vectors.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # What is jitted is Triton's language, not Python's.
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraforge.ops.plan import Plan
-from loraforge.ops.triton.launch import launch
+from loraforge.ops.triton.launch import height, launch
 
 
 @triton.jit
@@ -254,31 +254,32 @@ def expand(
     warps: of a program; registers: at most so many a thread. early: 1 to start while the kernel before ends. bf16
     products round Z to bf16; fp16 ones take Z as TF32, whose range it has.
     """
-    block_m = min(plan.tile, block_m or 64)
-    block_n, blocks = block_n or 128, blocks or 4
+    block_m = height(plan.tile, block_m or 64)
+    block_n, blocks = block_n or 64, blocks or 4
     group = block_n * blocks
     planes, tokens, count, capacity = z.shape
     firsts_and_channels = [number for pair in slices for number in pair] + [0, 0] * (3 - count)
     groups = sum(-(-channels // group) for _, channels in slices)
-    _expand[groups, plan.segment_capacity * (plan.tile // block_m)](
-        z,
-        tokens,
-        b,
-        table,
-        plan.order,
-        plan.segments,
-        plan.count,
-        y,
-        y.stride(0),
-        count,
-        blocks,
-        *firsts_and_channels,
-        TILE=plan.tile,
-        CAPACITY=capacity,
-        PLANES=planes,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        OPERAND=tl.bfloat16 if y.dtype == torch.bfloat16 else tl.float32,
-        EARLY=bool(early),
-        **launch(warps or 4, 1, registers, early),
-    )
+    with torch.cuda.device_of(y):
+        _expand[groups, plan.segment_capacity * (plan.tile // block_m)](
+            z,
+            tokens,
+            b,
+            table,
+            plan.order,
+            plan.segments,
+            plan.count,
+            y,
+            y.stride(0),
+            count,
+            blocks,
+            *firsts_and_channels,
+            TILE=plan.tile,
+            CAPACITY=capacity,
+            PLANES=planes,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            OPERAND=tl.bfloat16 if y.dtype == torch.bfloat16 else tl.float32,
+            EARLY=bool(early),
+            **launch(warps or 4, 1, registers or 128, early),
+        )
