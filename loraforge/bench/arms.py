@@ -148,9 +148,7 @@ def filled_plan(operands: Operands, tile: int) -> Plan:
     plan = empty_plan(operands.case.tokens, operands.slots, tile, operands.device)
     plan.token_slots.copy_(operands.token_slots)
     if operands.device.type == "cuda":
-        from loraforge.ops import cuda
-
-        cuda.fill(plan, operands.slots)
+        ops.fill(plan, operands.slots)
     else:
         fill_reference(plan, operands.slots)
     return plan
