@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 Phase = Literal["decode", "prefill"]
@@ -17,6 +18,10 @@ RANKS = (1, 2, 4, 8, 12, 16, 32, 48, 64, 128)
 PAPER_RANKS = (1, 2, 4, 8, 12, 16)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (128, 512, 2048, 8192)
+TUNED_RANKS = (4, 8, 16, 32, 64, 128)
+# token counts that the tuner measures, and the greatest that each stands for
+TUNED_DECODE = {2: 4, 6: 12, 24: 48, 96: 144, 192: 512}
+TUNED_PREFILL = {160: 256, 384: 1024, 1536: 4096, 6144: 16384}
 MAX_RANK = 128
 ADAPTERS = 8
 SPECTRAL12 = "spectral12"  # the ranks of one layer of the shape fleet qwen50, allocated spectrally at 1/12
@@ -92,52 +97,81 @@ class Case:
         )
 
 
-def sweep() -> Iterator[Case]:
-    """The reported grid: tight pools everywhere; pools of capacity 128 in prefill, and in decode at ranks 8 and 64."""
-    for projection in PROJECTIONS:
-        for rank in RANKS:
-            for phase, counts in (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS)):
-                for tokens in counts:
-                    for capacity in dict.fromkeys((rank, MAX_RANK)):
-                        if capacity == rank or phase == "prefill" or rank in (8, 64):
-                            yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, capacity)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Work:
+    """A case and the operations that are timed on it."""
+
+    case: Case
+    ops: tuple[Op, ...]
 
 
-def layers(mixed: dict[str, int]) -> Iterator[Case]:
-    """Whole layers of Qwen3-4B: decode at T 128 with 50 adapters, prefill at T 2048 with 8.
+def sweep() -> Iterator[Work]:
+    """The reported grid of tight pools, and of pools with room for 128 directions where that is asked about.
 
-    mixed: by projection, the greatest rank of the spectral fleet there; none for a run without it.
+    Both products together (``lora``) at every rank; each alone at the paper's ranks; the shrink alone, in prefill, with
+    room for 128.
     """
-    for projection in PROJECTIONS[:4]:
+    for projection, rank, (phase, counts) in product(PROJECTIONS, RANKS, _PHASES):
+        for tokens in counts:
+            adapters = min(ADAPTERS, tokens)
+            alone: tuple[Op, ...] = ("shrink", "expand") if rank in PAPER_RANKS else ()
+            yield Work(Case(projection, phase, tokens, adapters, rank, rank), (*alone, "lora"))
+            if phase == "prefill" and rank in PAPER_RANKS:
+                yield Work(Case(projection, phase, tokens, adapters, rank, MAX_RANK), ("shrink",))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The four projections of a Qwen3-4B layer in one batch."""
+
+    name: str
+    cases: tuple[Case, ...]
+
+
+def layers(mixed: dict[str, int]) -> Iterator[Layer]:
+    """Decode at T 128 with 50 adapters, prefill at T 2048 with 8: rank 8 in pools of 8, 16 and 64, rank 64, and the
+    spectral ranks in the pool of 64 that they need. mixed: by projection, the greatest rank there."""
+    for phase, tokens, adapters in _LAYERS:
         for rank, capacity in ((8, 8), (8, 16), (8, 64), (64, 64)):
-            yield Case(projection, "decode", 128, 50, rank, capacity)
-            yield Case(projection, "prefill", 2048, 8, rank, capacity)
-        if projection.name in mixed:
-            most = mixed[projection.name]
-            yield Case(projection, "decode", 128, 50, most, max(64, most), SPECTRAL12)
+            yield Layer(
+                f"rank{rank}" if capacity == rank else f"rank{rank}_pool{capacity}",
+                tuple(Case(p, phase, tokens, adapters, rank, capacity) for p in PROJECTIONS[:4]),
+            )
+    yield Layer(
+        SPECTRAL12,
+        tuple(
+            Case(p, "decode", 128, 50, mixed[p.name], max(64, mixed[p.name]), SPECTRAL12)
+            for p in PROJECTIONS[:4]
+        ),
+    )
 
 
 def expand_ablation() -> Iterator[Case]:
     """The 256 conditions of the RowExpand ablation (paper, section B.6)."""
-    for projection in PROJECTIONS:
-        for rank in (4, 16, 32, 64):
-            for phase, counts in (("decode", (32, 128)), ("prefill", (512, 2048))):
-                for tokens in counts:
-                    for adapters in (1, 8):
-                        yield Case(projection, phase, tokens, adapters, rank, rank)  # type: ignore[arg-type]
+    for projection, rank, (phase, counts) in product(PROJECTIONS, (4, 16, 32, 64), _ABLATED):
+        for tokens, adapters in product(counts, (1, 8)):
+            yield Case(projection, phase, tokens, adapters, rank, rank)
 
 
 def tuning() -> Iterator[Case]:
-    """What the tuner sees: token counts and ranks between those of :func:`sweep`, so that no operand is shared."""
-    for projection in PROJECTIONS:
-        for rank in (3, 7, 15, 29, 60, 120):
-            for phase, counts in (
-                ("decode", (2, 6, 24, 96, 192)),
-                ("prefill", (160, 384, 1536, 6144)),
-            ):
-                for tokens in counts:
-                    adapters = min(ADAPTERS, tokens)
-                    for capacity in (rank, MAX_RANK):
-                        if capacity == rank or (phase == "prefill" and rank in (7, 60)):
-                            yield Case(projection, phase, tokens, adapters, rank, capacity)  # type: ignore[arg-type]
-        yield Case(projection, "decode", 120, 48, 7, 7)
+    """What the tuner sees: token counts between those of :func:`sweep`, so that no operand is shared."""
+    for projection, rank, (phase, counts) in product(PROJECTIONS, TUNED_RANKS, _TUNED):
+        for tokens in counts:
+            yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
+
+
+def native_tuning() -> Iterator[Case]:
+    """What tiles of the engines' kernels are tuned on: fewer points, since every one compiles each tile anew."""
+    for projection, rank, (phase, counts) in product(PROJECTIONS, (8, 64), _NATIVE):
+        for tokens in counts:
+            yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
+
+
+_PHASES: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS))
+_ABLATED: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (32, 128)), ("prefill", (512, 2048)))
+_TUNED: tuple[tuple[Phase, tuple[int, ...]], ...] = (
+    ("decode", tuple(TUNED_DECODE)),
+    ("prefill", tuple(TUNED_PREFILL)),
+)
+_NATIVE: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (24, 96)), ("prefill", (384, 1536)))
+_LAYERS: tuple[tuple[Phase, int, int], ...] = (("decode", 128, 50), ("prefill", 2048, 8))

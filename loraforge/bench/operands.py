@@ -71,9 +71,7 @@ def routing(case: Case, seed: int) -> Tensor:
 def scales(ranks: list[list[int]]) -> list[float]:
     """A scale a slot, a power of two (an engine that folds it into B then rounds nothing) that is never 1 and makes
     the update about as large as the base output, so that an error in it cannot hide."""
-    exponents = [
-        round(math.log2(MAX_RANK / max(1, *mine)) / 2) - slot % 2 for slot, mine in enumerate(ranks)
-    ]
+    exponents = [round(math.log2(MAX_RANK / max(1, *mine)) / 2) - slot % 2 for slot, mine in enumerate(ranks)]
     return [2.0 ** (exponent or 1) for exponent in exponents]
 
 
@@ -134,7 +132,7 @@ class Operands:
         filler = source.flip(0).reshape(len(source), -1, case.projection.d_in)  # what another adapter left
         pool.copy_(filler[: self.slots, : pieces * case.capacity])
         if self.uniform:
-            live = pool[:, : pieces * case.rank].unflatten(1, (pieces, case.rank))
+            live = pool[:, : pieces * case.rank].view(self.slots, pieces, case.rank, -1)
             live.copy_(source[: self.slots, :, : case.rank])
             return pool
         for slot, (mine, most) in enumerate(zip(self.ranks, self.slot_ranks, strict=True)):
@@ -242,7 +240,7 @@ class Operands:
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Canonical FP32 [T, slices, rank] of an engine's Z, zero where not live."""
-        taken = packed.gather(1, self.packed_columns()).float().unflatten(1, (self.pieces, self.case.rank))
+        taken = packed.gather(1, self.packed_columns()).float().view(-1, self.pieces, self.case.rank)
         return torch.where(self.live, taken, 0.0)
 
     def shrink_bytes(self) -> int:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 GRAPH_US = 150.0  # what a graph of many launches should take: long beside the gap between two replays
 MAX_LAUNCHES = 40
 BLOCKS = 5
 FLUSHES = 3
+
+
+_Interval = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @dataclass
@@ -38,94 +40,87 @@ class Subject:
     reset: Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Graphs of a subject: ``many`` of ``launches`` runs, ``single`` of one."""
+
+    subject: Subject
+    many: torch.cuda.CUDAGraph
+    single: torch.cuda.CUDAGraph
+    launches: int
+
+
 class GraphTimer:
     """Times subjects on one device. Keeps a buffer of twice the L2 cache, and captures on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         self._flush = torch.empty(2 * properties.L2_cache_size + (1 << 20), dtype=torch.int8, device=device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, subject: Subject, before: Callable[[], object] = lambda: None) -> Captured:
+        """Run once, which compiles and allocates what is kept, and capture. ``before`` comes right before the last
+        replay here, that of ``single``, whose outputs are then those of the subject."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            subject.run()
+            subject.reset()
+            pilot = self._graph(subject.run, 1)
+            pilot.replay()
+            start, end = _interval(pilot)
+            end.synchronize()
+            each = max(1.0, start.elapsed_time(end) * 1e3)
+            launches = int(min(MAX_LAUNCHES, max(2, GRAPH_US // each)))
+            many = self._graph(subject.run, launches)
+            single = self._graph(subject.run, 1)  # last: its outputs are what ``subject`` holds
+            before()
+            single.replay()
+        self._stream.synchronize()
+        return Captured(subject, many, single, launches)
 
     def measure(
-        self,
-        subjects: Mapping[str, Subject],
-        seed: int,
-        *,
-        blocks: int = BLOCKS,
-        flushed: bool = True,
+        self, captured: Mapping[str, Captured], seed: int, *, blocks: int = BLOCKS, flushed: bool = True
     ) -> dict[str, Samples]:
-        """Samples of each subject: ``blocks`` blocks, every one over all subjects in a random order of its own."""
-        captured = {name: self._prepare(subject, flushed) for name, subject in subjects.items()}
-        pending: list[tuple[str, bool, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = []
+        """Samples of each: ``blocks`` blocks, every one over all of them in a random order of its own."""
+        pending: list[tuple[str, list[_Interval]]] = []
         order = random.Random(seed)
         with torch.cuda.stream(self._stream):
             for _ in range(blocks):
                 for name in order.sample(list(captured), len(captured)):
-                    graph, single, _ = captured[name]
-                    subjects[name].reset()
-                    graph.replay()
-                    pending.append((name, False, [_interval(graph)]))
-                    if single is not None:
-                        pending.append(
-                            (name, True, [self._cold(subjects[name], single) for _ in range(FLUSHES)])
-                        )
+                    item = captured[name]
+                    item.subject.reset()
+                    item.many.replay()
+                    taken = [_interval(item.many)]
+                    if flushed:
+                        taken += [self._cold(item) for _ in range(FLUSHES)]
+                    pending.append((name, taken))
             self._stream.synchronize()
-        found = {name: Samples() for name in subjects}
-        for name, cold, intervals in pending:
-            times = [start.elapsed_time(end) * 1e3 for start, end in intervals]
+        found = {name: Samples() for name in captured}
+        for name, taken in pending:
+            warm, *cold = [start.elapsed_time(end) * 1e3 for start, end in taken]
+            found[name].warm.append(warm / captured[name].launches)
             if cold:
-                found[name].flushed.append(statistics.median(times))
-            else:
-                found[name].warm.append(times[0] / captured[name][2])
+                found[name].flushed.append(statistics.median(cold))
         return found
 
-    def run(self, subject: Subject) -> None:
-        """Once, eagerly, on the stream of the captures, and wait."""
-        with torch.cuda.stream(self._stream):
-            subject.run()
-        self._stream.synchronize()
-
-    def replay_once(self, subject: Subject) -> None:
-        """Once, from a graph captured for it, and wait."""
-        graph = self._capture(subject.run, 1)
-        with torch.cuda.stream(self._stream):
-            graph.replay()
-        self._stream.synchronize()
-
-    def _prepare(
-        self, subject: Subject, flushed: bool
-    ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None, int]:
-        pilot = self._capture(subject.run, 2)
-        with torch.cuda.stream(self._stream):
-            pilot.replay()
-            start, end = _interval(pilot)
-            end.synchronize()
-        each = max(1e-3, start.elapsed_time(end) * 1e3 / 2)
-        launches = int(min(MAX_LAUNCHES, max(2, GRAPH_US // each)))
-        graph = pilot if launches == 2 else self._capture(subject.run, launches)
-        return graph, self._capture(subject.run, 1) if flushed else None, launches
-
-    def _capture(self, run: Callable[[], object], launches: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, run: Callable[[], object], launches: int) -> torch.cuda.CUDAGraph:
         """Not by ``torch.cuda.graph``, which collects garbage and empties caches at every entry."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin()
-            try:
-                for _ in range(launches):
-                    run()
-            finally:
-                graph.capture_end()
+        graph.capture_begin()
+        try:
+            for _ in range(launches):
+                run()
+        finally:
+            graph.capture_end()
         return graph
 
-    def _cold(
-        self, subject: Subject, graph: torch.cuda.CUDAGraph
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        subject.reset()
+    def _cold(self, item: Captured) -> _Interval:
+        item.subject.reset()
         self._flush.fill_(0)
-        return _interval(graph)
+        return _interval(item.single)
 
 
-def _interval(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _interval(graph: torch.cuda.CUDAGraph) -> _Interval:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     graph.replay()
@@ -158,9 +153,7 @@ def measure_floors(timer: GraphTimer, device: torch.device) -> Floors:
         "copy": Subject(lambda: target.copy_(source), lambda: None),
         "empty": Subject(lambda: empty[(1,)](), lambda: None),
     }
-    for subject in subjects.values():
-        timer.run(subject)
-    found = timer.measure(subjects, 0)
+    found = timer.measure({name: timer.capture(subject) for name, subject in subjects.items()}, 0)
     moved = 2 * source.numel() * source.element_size()
     return Floors(
         moved / statistics.median(found["copy"].warm),
@@ -173,12 +166,6 @@ def _empty() -> None:
     """The body of the empty kernel."""
 
 
-def poison(*outputs: Tensor) -> None:
-    """NaN everywhere, so that an element which is not written shows."""
-    for output in outputs:
-        output.fill_(float("nan"))
-
-
-def medians(samples: Sequence[float]) -> float:
+def median(samples: Sequence[float]) -> float:
     """The median, rounded to a nanosecond as records state it."""
     return round(statistics.median(samples), 3)

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from loraforge.cli import kernels
 from loraforge.errors import UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(kernels.app)
 
 
 @app.callback()
 def _bench() -> None:
-    """Time factor construction."""
+    """Time factor construction and serving kernels."""
 
 
 @app.command()

@@ -5,7 +5,7 @@ adapter lies where, at which rank) and :mod:`loraforge.ops.plan` (which token be
 functions are here; :mod:`loraforge.ops.choice` says how a kernel is named.
 """
 
-from loraforge.ops.api import expand, lora, shrink
+from loraforge.ops.api import expand, fill, lora, shrink
 from loraforge.ops.choice import NATIVE, REFERENCE, Choice, Kernel
 
-__all__ = ["NATIVE", "REFERENCE", "Choice", "Kernel", "expand", "lora", "shrink"]
+__all__ = ["NATIVE", "REFERENCE", "Choice", "Kernel", "expand", "fill", "lora", "shrink"]

@@ -35,6 +35,15 @@ _LIBRARY.define(
 )
 
 
+def fill(plan: Plan, slots: int) -> None:
+    """Fill ``plan.order``, ``plan.segments`` and ``plan.count`` from ``plan.token_slots``, in place, on its device.
+
+    Once a step, for all layers. Tokens keep their order within a slot; a token whose slot is not in [0, slots) gets
+    none. On a GPU one launch that reads nothing back, so that it can be captured.
+    """
+    _module("direct" if plan.token_slots.is_cuda else "cpu").fill(plan, slots)
+
+
 def shrink(x: Tensor, a: Tensor, table: Tensor, plan: Plan, z: Tensor, *, kernel: Kernel) -> None:
     """Z = X A^T: for each token its adapter's live directions, for every slice.
 

@@ -26,14 +26,14 @@ OPTIONS: dict[str, dict[str, dict[str, int]]] = {
         "cpu": {},
         "direct": {"variant": 0},
         "triton": dict.fromkeys(
-            ("block_m", "narrow", "block_n", "block_k", "columns", "warps", "stages", "early"), 0
+            ("block_m", "narrow", "block_n", "block_k", "columns", "warps", "stages", "registers", "early"), 0
         ),
     },
     "expand": {
         "reference": {},
         "cpu": {},
         "row_expand": {"tile_limit": 16, "staged": 1, "variant": 0},
-        "triton": dict.fromkeys(("block_m", "block_n", "blocks", "wide", "warps", "stages", "early"), 0),
+        "triton": dict.fromkeys(("block_m", "block_n", "blocks", "warps", "registers", "early"), 0),
     },
     "lora": {"fused": {"variant": 0}, "cpu": {}},
     "native": {"native": {}},

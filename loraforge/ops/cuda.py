@@ -19,6 +19,8 @@ from loraforge.jit import load
 from loraforge.ops.plan import Plan
 
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}
+MAX_TILE = 16  # rows of a segment that kernels on segments take
+DIRECT = range(1, 8)  # variants of shrink that go by tokens alone
 Slices = Sequence[tuple[int, int]]
 
 _POINTER, _INT, _WIDE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -61,9 +63,11 @@ def shrink(x: Tensor, a: Tensor, table: Tensor, plan: Plan, z: Tensor, variant: 
 
     ``x``: bf16 or fp16 [T, d_in], rows 16-byte aligned; ``a``: the same dtype, directions 16-byte aligned.
     ``variant``: a number of kernels/include/loraforge/lora/shrink.cuh, 0 for the default. ``plan.tile`` is at most 16
-    for the variants that work on segments.
+    except for :data:`DIRECT` variants.
     """
     _aligned("x", x, 16, x.stride(0))
+    if plan.tile > MAX_TILE and variant not in DIRECT:
+        raise _too_tall(plan)
     planes, tokens, slices, capacity = z.shape
     if tokens:
         _call(
@@ -130,6 +134,8 @@ def lora(
     kernels/include/loraforge/lora/fused.cuh, 0 for the default. ``plan.tile`` is at most 16.
     """
     _aligned("x", x, 16, x.stride(0))
+    if plan.tile > MAX_TILE:
+        raise _too_tall(plan)
     planes, tokens, count, capacity = z.shape
     if sync is not None and sync.numel() < sync_words(plan, count):
         raise LoraForgeError(
@@ -152,12 +158,11 @@ def sync_words(plan: Plan, slices: int) -> int:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = load("lora", kind="nvcc" if torch.version.cuda else "hipcc")
-    for name, arguments in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int
-    return library
+def _function(name: str) -> Any:
+    """A launcher of the library, which is built if need be, with its prototype."""
+    function = getattr(load("lora", kind="nvcc" if torch.version.cuda else "hipcc"), name)
+    function.argtypes, function.restype = _PROTOTYPES[name], ctypes.c_int
+    return function
 
 
 @cache
@@ -191,10 +196,16 @@ def _aligned(key: str, tensor: Tensor, size: int, stride: int) -> None:
         )
 
 
+def _too_tall(plan: Plan) -> LoraForgeError:
+    return LoraForgeError(
+        f"segments of {plan.tile} rows", key="tile", remedy=f"plan with tile {MAX_TILE} or less"
+    )
+
+
 def _call(name: str, where: Tensor, *arguments: Any) -> None:
     with torch.cuda.device(where.device):
         stream = torch.cuda.current_stream(where.device).cuda_stream
-        status = getattr(_library(), name)(*arguments, stream)
+        status = _function(name)(*arguments, stream)
     if status != 0:
         what = "unsupported arguments" if status == -1 else f"CUDA error {status}"
         raise LoraForgeError(

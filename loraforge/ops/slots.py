@@ -16,6 +16,7 @@ from loraforge.errors import LoraForgeError
 
 WORDS = 4  # int64 words a row: A offset, B offset, rank | width << 32, scale (float32 bits)
 MAX_SLICES = 3
+VECTOR = 8  # 2-byte elements that a GPU's kernels load at once
 _PAIR = struct.Struct("<iI")
 _SCALE = struct.Struct("<fI")
 _WORD = struct.Struct("<q")
@@ -37,6 +38,9 @@ class Slot:
         a compact pool, the pool's capacity in an engine's own. Elements past ``rank`` are never used: they may be
         anything, NaN included.
     scale: multiplies the update of this slice; 1 where an engine folds it into B.
+
+    A GPU's kernels read 16 bytes at once: there ``a_offset`` (and ``d_in``) must be a multiple of 8, ``b_offset`` of
+    the least of 8 and ``width``.
     """
 
     a_offset: int = 0
@@ -70,6 +74,9 @@ class SlotTable:
             raise LoraForgeError(
                 f"{len(rows)} rows for {self.slices} slices", key=f"slot {slot}", remedy="give all"
             )
+        if self.tensor.device.type != "cpu":
+            for row in rows:
+                _check_alignment(row)
         self.tensor[slot].copy_(torch.tensor([_words(row) for row in rows], dtype=torch.int64))
 
     def clear(self, slot: int) -> None:
@@ -81,6 +88,16 @@ class SlotTable:
         a, b, extent, scale = (int(word) for word in self.tensor[slot, piece].tolist())
         rank, width = _PAIR.unpack(_WORD.pack(extent))
         return Slot(a, b, rank, width, _SCALE.unpack(_WORD.pack(scale))[0])
+
+
+def _check_alignment(row: Slot) -> None:
+    b_unit = min(VECTOR, row.width)
+    if row.rank and (row.a_offset % VECTOR or row.b_offset % b_unit):
+        raise LoraForgeError(
+            f"factors at elements {row.a_offset} and {row.b_offset}",
+            key="offset",
+            remedy=f"start A at a multiple of {VECTOR} and B at one of {b_unit}",
+        )
 
 
 def _words(row: Slot) -> tuple[int, int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,52 @@ def end_to_end(fleet: str = "qwen50") -> list[dict[str, Any]]:
     return [*found, {"record": "floor", "fleet": fleet, "rate": 6_000.0}]
 
 
+KERNEL_SETTING = {
+    "record": "setting",
+    "device": "toy",
+    "seed": 1,
+    "bytes_per_us": 4e6,
+    "launch_us": 1.5,
+    "flushed_us": 3.0,
+    "table_sha256": "0" * 64,
+    "engines": ["a-1"],
+}
+
+
+def arm(name: str, us: float | None, **more: Any) -> dict[str, Any]:
+    if us is None:
+        return {"arm": name, "passed": False, "error": "no", **more}
+    return {
+        "arm": name,
+        "passed": True,
+        "warm_us": [us, us * 0.9, us * 1.1, us, us],
+        "flushed_us": [2 * us] * 5,
+        "relative_l2": 1e-3,
+        "absolute": 1e-3,
+        **more,
+    }
+
+
+def cell(op: str, arms: dict[str, float | None], **more: Any) -> dict[str, Any]:
+    case = {
+        "record": "cell", "group": "sweep", "layer": None, "model": "m", "projection": "qkv", "phase": "decode",
+        "tokens": 8, "adapters": 8, "rank": 8, "mix": None, "capacity": 8, "op": op, "floor_us": 1.0,
+    }  # fmt: skip
+    return case | more | {"arms": [arm(name, us) for name, us in arms.items()]}
+
+
+def kernels(target: str) -> list[dict[str, Any]]:
+    """Two cells of the operation that a kernel target speaks of."""
+    op = {"shrink_ablation": "shrink", "expand_ablation": "expand", "dispatch": "lora"}[target]
+    return [
+        KERNEL_SETTING,
+        cell(op, {"csgmv": 8.0, "triton_v2": 6.0, "custom": 3.0, "auto": 2.0}),
+        cell(
+            op, {"csgmv": 90.0, "triton_v2": 60.0, "custom": 70.0, "auto": 20.0}, phase="prefill", tokens=512
+        ),
+    ]
+
+
 def cpu_ops() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {
@@ -251,6 +298,7 @@ MAKERS = {
     "recompression": recompression,
     "quality": quality,
     "end_to_end_compression": end_to_end,
+    **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
     "cpu_ops": cpu_ops,
 }
 

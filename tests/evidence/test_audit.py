@@ -14,6 +14,7 @@ import synthetic
 from study import Study, invoke
 
 from loraforge.errors import InputError
+from loraforge.evidence.targets import TARGETS
 from loraforge.files import sha256_file
 
 Remake = Callable[[Path], None]
@@ -275,7 +276,11 @@ def test_audit_without_options_is_of_everything(repository: Study) -> None:
     result = invoke("audit")
     assert result.exit_code == 0, result.output
     checked = {line[:18].strip(): line.split()[-3] for line in result.output.splitlines()[:-1]}
-    assert (checked["fleet"], checked["drawn figures"], checked["bag integrity"]) == ("48", "4", "6")
+    assert (checked["fleet"], checked["drawn figures"], checked["bag integrity"]) == (
+        "48",
+        "4",
+        str(len(TARGETS)),
+    )
     other = repository.lock.with_name("other.lock.json")
     other.write_text(repository.lock.read_text().replace('"name": "smol"', '"name": "other"'))
     lines = invoke("audit").output.splitlines()

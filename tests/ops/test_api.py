@@ -61,22 +61,35 @@ def test_lora_is_both_and_takes_its_planes_of_a_larger_workspace() -> None:
     assert torch.isnan(batch.z[1]).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["shrink", "expand", "lora"])
-def test_torch_accepts_the_op(name: str) -> None:
-    batch, code = Batch(), [BACKENDS.index("reference")]
-    batch.z.zero_()
+def test_torch_accepts_the_op(name: str, backend: str) -> None:
+    batch, code = Batch(), [BACKENDS.index(backend)]
+    z = batch.z[:1].zero_()
     routing: tuple[object, ...] = (
         batch.plan.token_slots, batch.plan.order, batch.plan.segments, batch.plan.count, batch.plan.tile
     )  # fmt: skip
     flat = [number for pair in SLICES for number in pair]
     arguments = {
-        "shrink": (batch.x, batch.a, batch.table.tensor, *routing, batch.z, code),
-        "expand": (batch.z, batch.b, batch.table.tensor, *routing, batch.y, flat, code),
+        "shrink": (batch.x, batch.a, batch.table.tensor, *routing, z, code),
+        "expand": (z, batch.b, batch.table.tensor, *routing, batch.y, flat, code),
         "lora": (
-            batch.x, batch.a, batch.b, batch.table.tensor, *routing, batch.z, batch.y, None, flat, 2, code, code
+            batch.x, batch.a, batch.b, batch.table.tensor, *routing, z, batch.y, None, flat, 1, code, code
         ),
     }  # fmt: skip
     torch.library.opcheck(getattr(torch.ops.loraforge, name).default, arguments[name])
+
+
+def test_a_plan_is_filled_where_it_lies() -> None:
+    want, got = (plans.empty_plan(9, 3, 2) for _ in range(2))
+    for plan in (want, got):
+        plan.token_slots.copy_(torch.tensor([2, 0, -1, 0, 2, 0, 3, 0, 2], dtype=torch.int32))
+    plans.fill_reference(want, 3)
+    ops.fill(got, 3)
+    count = int(want.count)
+    assert torch.equal(got.count, want.count)
+    assert torch.equal(got.order[:7], want.order[:7])
+    assert torch.equal(got.segments[:count], want.segments[:count])
 
 
 def test_a_compiled_caller_traces_through_without_a_break() -> None:

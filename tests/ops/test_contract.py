@@ -38,6 +38,15 @@ def test_a_row_that_contradicts_itself_is_refused() -> None:
         SlotTable(1, 4)
 
 
+def test_factors_that_a_gpu_could_not_load_are_refused() -> None:
+    table = SlotTable(1, 1, device="meta")  # any device but the CPU
+    with pytest.raises(LoraForgeError, match="A at a multiple of 8"):
+        table.set(0, [Slot(a_offset=4, rank=1, width=1)])
+    with pytest.raises(LoraForgeError, match="B at one of 4"):
+        table.set(0, [Slot(b_offset=2, rank=3, width=4)])
+    table.set(0, [Slot(a_offset=8, b_offset=3, rank=1, width=1)])
+
+
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=80), st.sampled_from([1, 4, 16]))
 def test_a_plan_names_each_adapter_token_once_within_its_capacity(routing: list[int], tile: int) -> None:
     plan = plans.empty_plan(len(routing), 7, tile)

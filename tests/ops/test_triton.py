@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from loraforge import ops
+from loraforge.errors import LoraForgeError
 from loraforge.ops import plan as plans
 from loraforge.ops import reference
-from loraforge.ops.choice import Kernel
+from loraforge.ops.choice import Choice, Kernel
 from loraforge.ops.slots import Slot, SlotTable, bucket
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -23,7 +23,7 @@ DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _interpreter() -> Iterator[None]:
+def _interpreter() -> None:
     """Triton decides when a kernel is defined whether it is compiled or interpreted."""
     if DEVICE == "cpu":
         before = os.environ.get("TRITON_INTERPRET")
@@ -34,7 +34,6 @@ def _interpreter() -> Iterator[None]:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
-    yield
 
 
 @dataclass
@@ -158,21 +157,21 @@ MIXED = [[8, 8, 8], [0, 0, 0], [1, 0, 3], [64, 5, 17], [16, 33, 2]]
 def test_mixed_ranks_of_three_slices(dtype: torch.dtype, planes: int) -> None:
     batch = case(MIXED, ragged(75, 5), planes=planes, dtype=dtype)
     batch.check_shrink(block_m=16, narrow=32, block_n=16, block_k=32)
-    batch.check_expand(block_m=16, block_n=32, blocks=2, wide=32)
+    batch.check_expand(block_m=16, block_n=32, blocks=2)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_fewer_slices(slices: int) -> None:
     batch = case([row[:slices] for row in MIXED], ragged(75, 5))
     batch.check_shrink(block_m=32, narrow=16, block_n=64, block_k=32, columns=2)
-    batch.check_expand(block_m=32, block_n=16, blocks=1, wide=64)
+    batch.check_expand(block_m=32, block_n=16, blocks=1)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 8, 15, 16, 17, 64, 65, 128])
 def test_every_rank_in_a_pool_of_128(rank: int) -> None:
     batch = case([[rank], [128]], ragged(40, 2), capacity=128, width=128, channels=(72,))
     batch.check_shrink(block_m=16, block_n=64, block_k=32)
-    batch.check_expand(block_m=16, block_n=32, wide=64)
+    batch.check_expand(block_m=16, block_n=32)
 
 
 def test_a_tail_of_the_input_and_more_planes_than_steps() -> None:
@@ -183,10 +182,45 @@ def test_a_tail_of_the_input_and_more_planes_than_steps() -> None:
 
 def test_a_width_that_is_no_multiple_of_eight() -> None:
     batch = case([[7], [12]], ragged(24, 2), width=12, capacity=12, channels=(40,))
-    batch.check_expand(block_m=16, block_n=16, wide=32)
+    batch.check_expand(block_m=16, block_n=16)
 
 
 def test_a_batch_without_adapters_is_left_alone() -> None:
     batch = case([[8]], [-1] * 9)
     batch.check_shrink()
     batch.check_expand()
+
+
+def test_both_through_one_choice() -> None:
+    batch = case(MIXED, ragged(50, 5), planes=2)
+    want = reference.expand(
+        batch.shrunk(), batch.b, batch.table, batch.plan.token_slots, batch.y, batch.slices
+    )
+    choice = Choice(
+        Kernel("triton", {"block_m": 32, "block_n": 16, "block_k": 32}),
+        Kernel("triton", {"block_m": 32, "block_n": 32, "blocks": 2}),
+        tile=32,
+        planes=2,
+    )
+    ops.lora(
+        batch.x,
+        batch.a,
+        batch.b,
+        batch.table.tensor,
+        batch.plan,
+        batch.z,
+        batch.y,
+        batch.slices,
+        choice=choice,
+    )
+    close(batch.y.double().cpu(), want, 4e-3 if batch.y.dtype == torch.bfloat16 else 1e-3)
+
+
+def test_shapes_that_no_program_covers_are_refused() -> None:
+    batch = case([[8]], [0] * 9, tile=8)
+    with pytest.raises(LoraForgeError, match="programs of 8 rows in segments of 8"):
+        batch.check_shrink()
+    with pytest.raises(LoraForgeError, match="block_m that divides it"):
+        case([[8]], [0] * 9, tile=48).check_expand(block_m=32)
+    with pytest.raises(LoraForgeError, match="36 inputs"):
+        case([[8]], [0] * 9, d_in=36).check_shrink()

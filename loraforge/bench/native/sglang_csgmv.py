@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loraforge.bench.arms import Launch, nothing, stain
+from loraforge.bench.arms import Launch, nothing
 from loraforge.bench.cases import Case, Op, Phase
 from loraforge.bench.native.sites import open_site
 from loraforge.bench.operands import Operands
@@ -89,16 +89,37 @@ class Csgmv:
         )
 
     def supports(self, op: Op, case: Case) -> bool:
-        return op in ("shrink", "expand")
+        return True
 
     def prepare(self, op: Op, operands: Operands) -> Launch:
-        tiles = self._tiles(op, operands.case)
-        chunk = CHUNK if tiles is None else tiles.get("chunk", CHUNK)
-        batch = _batch_info(operands, self._site["sglang.srt.lora.utils"].LoRABatchInfo, chunk)
-        return (self._shrink if op == "shrink" else self._expand)(operands, batch, tiles)
+        if op == "shrink":
+            run, product, label = self._shrink(operands)
+            return Launch(
+                run,
+                lambda: operands.unpack(product()),
+                lambda: product().fill_(float("nan")),
+                nothing,
+                label,
+            )
+        y, base = operands.base.clone(), operands.base
+        if op == "expand":
+            z = operands.pack(operands.z).to(operands.dtype)
+            run, label = self._expand(operands, lambda: z, y)
+        else:
+            first, product, one = self._shrink(operands)
+            second, two = self._expand(operands, product, y)
+            run, label = (lambda: (first(), second())), f"{one};{two}"
 
-    def _shrink(self, operands: Operands, batch: Any, tiles: Mapping[str, int] | None) -> Launch:
+        def restore() -> None:
+            y.copy_(base)
+
+        return Launch(run, lambda: y, restore, restore, label, 2 if op == "lora" else 1)
+
+    def _shrink(self, operands: Operands) -> tuple[Callable[[], object], Callable[[], torch.Tensor], str]:
+        """The call, what it gave last, and its tiles."""
         module = self._site[f"{_DENSE}.chunked_sgmv_shrink"]
+        tiles = self._tiles("shrink", operands.case)
+        batch = self._batch(operands, tiles)
         x, weights, pieces = operands.x, operands.a_pool, operands.pieces
         split = None if tiles is None else tiles.get("split_k")
         held: list[torch.Tensor] = []
@@ -107,29 +128,27 @@ class Csgmv:
             with _configured(module, "get_lora_shrink_config", tiles):
                 held[:] = [module.chunked_sgmv_lora_shrink_forward(x, weights, batch, pieces, split)]
 
-        return Launch(
-            run,
-            lambda: operands.unpack(held[0]),
-            lambda: stain((len(x), weights.shape[1]), x.dtype, x.device),
-            nothing,
-            label(tiles),
-            2 if split and split > 1 else 1,
-        )
+        return run, lambda: held[0], describe(tiles)
 
-    def _expand(self, operands: Operands, batch: Any, tiles: Mapping[str, int] | None) -> Launch:
+    def _expand(
+        self, operands: Operands, z: Callable[[], torch.Tensor], y: torch.Tensor
+    ) -> tuple[Callable[[], object], str]:
         module = self._site[f"{_DENSE}.chunked_sgmv_expand"]
+        tiles = self._tiles("expand", operands.case)
+        batch = self._batch(operands, tiles)
         weights, offsets = operands.b_pool, torch.tensor(operands.case.projection.offsets)
         on_device = offsets.to(operands.device, torch.int32)
-        z = operands.pack(operands.z).to(operands.dtype)
-        y, base = operands.base.clone(), operands.base
+        widest = max(operands.case.projection.channels)
 
         def run() -> None:
             with _configured(module, "get_lora_expand_config", tiles):
-                module.chunked_sgmv_lora_expand_forward(
-                    z, weights, batch, on_device, max(operands.case.projection.channels), y, offsets
-                )
+                module.chunked_sgmv_lora_expand_forward(z(), weights, batch, on_device, widest, y, offsets)
 
-        return Launch(run, lambda: y, lambda: y.copy_(base), lambda: y.copy_(base), label(tiles))
+        return run, describe(tiles)
+
+    def _batch(self, operands: Operands, tiles: Mapping[str, int] | None) -> Any:
+        chunk = CHUNK if tiles is None else tiles.get("chunk", CHUNK)
+        return _batch_info(operands, self._site["sglang.srt.lora.utils"].LoRABatchInfo, chunk)
 
 
 @contextmanager
@@ -144,7 +163,7 @@ def _configured(module: Any, lookup: str, tiles: Mapping[str, int] | None) -> It
         setattr(module, lookup, own)
 
 
-def label(tiles: Mapping[str, int] | None) -> str:
+def describe(tiles: Mapping[str, int] | None) -> str:
     """Tiles as a record states them."""
     return "shipped" if tiles is None else ",".join(f"{key}={value}" for key, value in tiles.items())
 

@@ -1,8 +1,8 @@
 """``triton_v2`` of SGLang 0.5.23: the dense LoRA runner with the plan tables that it ships.
 
-Driven by the engine's own runner, plans included. What a plan gains by overlapping the shrink with the base product on a
-second stream lies outside of a kernel benchmark. Routes (tokens sorted by adapter) are made once a step by the engine
-and are not timed; the builder of middle sizes, a CUDA extension, gives way to the Triton one, which makes the same.
+Driven by the engine's own runner, plans included. What a plan gains by overlapping the shrink with the base product
+on a second stream lies outside of a kernel benchmark. Routes (tokens sorted by adapter) are made once a step by the
+engine and are not timed; where it makes them by a CUDA extension, its Triton builder for large batches does here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraforge.bench.arms import Launch, nothing, stain
+from loraforge.bench.arms import Launch, nothing
 from loraforge.bench.cases import Case, Op
 from loraforge.bench.native.sites import open_site
 from loraforge.bench.operands import Operands
@@ -44,12 +44,29 @@ class TritonV2:
         routing._LARGE_ROUTE_MIN_PAIRS = routing._SMALL_ROUTE_MAX_PAIRS + 1
 
     def supports(self, op: Op, case: Case) -> bool:
-        return op in ("shrink", "expand")
+        return True
 
     def prepare(self, op: Op, operands: Operands) -> Launch:
         with self._site.active():
             runner, plan = self._runner(operands)
-        return (self._shrink if op == "shrink" else self._expand)(operands, runner, plan)
+        if op == "shrink":
+            return self._shrink(operands, runner, plan)
+        y, base = operands.base.clone(), operands.base
+        bridge = self._bridge(operands, plan) if op == "expand" else None
+        a, b, offsets = operands.a_pool, operands.b_pool, operands.case.projection.offsets
+
+        def run() -> None:
+            with self._site.active():
+                source = bridge or runner.run_a(operands.x, a, stack=operands.pieces, plan=plan)
+                runner.run_b(source, b, y, offsets=offsets, plan=plan)
+
+        def restore() -> None:
+            y.copy_(base)
+
+        label = _label(plan, plan.b_family, plan.b_tiles)
+        if op == "lora":
+            label = f"{_label(plan, plan.a_family, plan.a_tiles)};{label}"
+        return Launch(run, lambda: y, restore, restore, label, 2 if op == "lora" else 1)
 
     def _runner(self, operands: Operands) -> tuple[Any, Any]:
         module, utils = self._site[_RUNNER], self._site["sglang.srt.lora.utils"]
@@ -96,27 +113,10 @@ class TritonV2:
             return operands.unpack(packed)
 
         def poison() -> None:
-            stain((len(x), weights.shape[1]), x.dtype, x.device)
             for bridge in held:
                 bridge.tensor.fill_(float("nan"))
 
         return Launch(run, output, poison, nothing, _label(plan, plan.a_family, plan.a_tiles))
-
-    def _expand(self, operands: Operands, runner: Any, plan: Any) -> Launch:
-        bridge = self._bridge(operands, plan)
-        y, base = operands.base.clone(), operands.base
-
-        def run() -> None:
-            with self._site.active():
-                runner.run_b(bridge, operands.b_pool, y, offsets=operands.case.projection.offsets, plan=plan)
-
-        return Launch(
-            run,
-            lambda: y,
-            lambda: y.copy_(base),
-            lambda: y.copy_(base),
-            _label(plan, plan.b_family, plan.b_tiles),
-        )
 
     def _bridge(self, operands: Operands, plan: Any) -> Any:
         """The canonical Z as the plan's shrink would leave it."""

@@ -104,9 +104,7 @@ class Site:
     def active(self) -> Iterator[None]:
         """For calls that import lazily."""
         package = self.distribution.rsplit("-", 1)[0]
-        hidden = {
-            name: module for name, module in sys.modules.items() if name.partition(".")[0] == package
-        }
+        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == package}
         for name in hidden:
             del sys.modules[name]
         sys.modules.update(self.modules)

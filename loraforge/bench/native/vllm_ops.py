@@ -1,8 +1,8 @@
 """LoRA ops of vLLM 0.26.0, with default or given configurations.
 
 Driven in their favour: the grid holds the adapters of the batch alone, not all that the engine has room for. Z is
-zeroed by the shrink itself, as its split sums need. The engine folds the scale into B on loading; scales here are powers
-of two, so that this rounds nothing. Programmatic launch, which the engine takes with two streams only (not its
+zeroed by the shrink itself, as its split sums need. The engine folds the scale into B on loading; scales here are
+powers of two, so that this rounds nothing. Programmatic launch, which the engine takes with two streams only (not its
 default), is off. Expand pipelines of more than one stage are checked like anything else: on SM90 some
 compilers got them wrong, and a configuration that fails its check is not timed.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from loraforge.bench.arms import Launch, nothing
 from loraforge.bench.cases import Case, Op, Phase
-from loraforge.bench.native.sglang_csgmv import label
+from loraforge.bench.native.sglang_csgmv import describe
 from loraforge.bench.native.sites import open_site
 from loraforge.bench.operands import Operands
 
@@ -114,73 +114,73 @@ class VllmOps:
         )
 
     def supports(self, op: Op, case: Case) -> bool:
-        return op in ("shrink", "expand")
+        return True
 
     def prepare(self, op: Op, operands: Operands) -> Launch:
+        case = operands.case
         meta = self._site[f"{_OPS}.lora_kernel_metadata"].LoRAKernelMeta.make(
-            operands.slots, operands.case.tokens, operands.device
+            operands.slots, case.tokens, operands.device
         )
         meta.prepare_tensors(operands.token_slots)
-        arguments = meta.meta_args(operands.case.tokens, True)
-        tiles = self._tiles(op, operands.case)
-        return (self._shrink if op == "shrink" else self._expand)(operands, arguments, tiles)
-
-    def _shrink(
-        self, operands: Operands, meta: tuple[Tensor, ...], tiles: Mapping[str, int] | None
-    ) -> Launch:
-        module = self._site[f"{_OPS}.lora_shrink_op"]
-        a, _ = pools(operands)
-        z = torch.empty(
-            (operands.pieces, operands.case.tokens, a[0].shape[1]),
-            dtype=torch.float32,
-            device=operands.device,
-        )
-        kept: dict[Any, Any] = {}
-
-        def run() -> None:
-            with self._configured(module, tiles, kept):
-                module._lora_shrink(operands.x, a, z, *meta, 1.0)
-
-        def output() -> Tensor:
-            return torch.where(operands.live, z.transpose(0, 1)[:, :, : operands.case.rank], 0.0)
-
-        return Launch(run, output, lambda: z.fill_(float("nan")), nothing, label(tiles), 2)
-
-    def _expand(
-        self, operands: Operands, meta: tuple[Tensor, ...], tiles: Mapping[str, int] | None
-    ) -> Launch:
-        module = self._site[f"{_OPS}.lora_expand_op"]
-        _, b = pools(operands)
-        z = operands.z.new_zeros((operands.pieces, operands.case.tokens, b[0].shape[2]))
-        z[:, :, : operands.case.rank] = operands.z.transpose(0, 1)
+        arguments = meta.meta_args(case.tokens, True)
+        a, b = pools(operands)
+        shrink, expand = self._site[f"{_OPS}.lora_shrink_op"], self._site[f"{_OPS}.lora_expand_op"]
+        one, two = self._tiles("shrink", case), self._tiles("expand", case)
+        z = operands.z.new_zeros((operands.pieces, case.tokens, pool_rank(case.capacity)))
         y, base = operands.base.clone(), operands.base
-        kept: dict[Any, Any] = {}
+        kept: dict[str, dict[Any, Any]] = {}
 
-        def run() -> None:
-            with self._configured(module, tiles, kept):
-                module._lora_expand(z, b, y, *meta, 0, True)
+        def product() -> None:
+            with self._configured(shrink, one, kept):
+                shrink._lora_shrink(operands.x, a, z, *arguments, 1.0)
 
-        return Launch(run, lambda: y, lambda: y.copy_(base), lambda: y.copy_(base), label(tiles))
+        def update() -> None:
+            with self._configured(expand, two, kept):
+                expand._lora_expand(z, b, y, *arguments, 0, True)
+
+        def canonical() -> Tensor:
+            return torch.where(operands.live, z.transpose(0, 1)[:, :, : case.rank], 0.0)
+
+        def restore() -> None:
+            y.copy_(base)
+
+        if op == "shrink":
+            return Launch(
+                product, canonical, lambda: z.fill_(float("nan")), nothing, describe(one), launches=2
+            )
+        if op == "expand":
+            z[:, :, : case.rank] = operands.z.transpose(0, 1)
+            return Launch(update, lambda: y, restore, restore, describe(two))
+
+        def both() -> None:
+            product()
+            update()
+
+        return Launch(
+            both,
+            lambda: y,
+            restore,
+            restore,
+            f"{describe(one)};{describe(two)}",
+            launches=3,
+        )
 
     @contextmanager
     def _configured(
-        self, module: Any, tiles: Mapping[str, int] | None, kept: dict[Any, Any]
+        self, module: Any, tiles: Mapping[str, int] | None, kept: dict[str, dict[Any, Any]]
     ) -> Iterator[None]:
         """The configuration lookup answers ``tiles`` meanwhile, where there are any. The engine remembers strides by
         address, for good; here tensors come and go, so ``kept`` is this launch's memory."""
         utils = self._site[f"{_OPS}.utils"]
         own = module.get_lora_op_configs
-        utils._LORA_A_PTR_DICT.clear()
-        utils._LORA_B_PTR_DICT.clear()
-        memory = utils._LORA_A_PTR_DICT if module.__name__.endswith("shrink_op") else utils._LORA_B_PTR_DICT
-        memory.update(kept)
+        for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
+            setattr(utils, name, kept.setdefault(name, {}))
         if tiles is not None:
             module.get_lora_op_configs = lambda *_, **__: tiles
         try:
             yield
         finally:
             module.get_lora_op_configs = own
-            kept.update(memory)
 
 
 def pool_rank(capacity: int) -> int:
@@ -198,9 +198,7 @@ def pools(operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
     for piece, (first, channels) in enumerate(case.projection.slices):
         live = torch.arange(case.rank, device=operands.device) < ranks[:, piece, None]
         rows = operands.masters.a.new_zeros((operands.slots, width, case.projection.d_in))
-        rows[:, : case.rank] = (
-            operands.masters.a[: operands.slots, piece, : case.rank] * live[:, :, None]
-        )
+        rows[:, : case.rank] = operands.masters.a[: operands.slots, piece, : case.rank] * live[:, :, None]
         columns = operands.masters.b.new_zeros((operands.slots, channels, width))
         columns[:, :, : case.rank] = (
             operands.masters.b[: operands.slots, first : first + channels, : case.rank]

@@ -8,9 +8,12 @@ from loraforge.errors import UsageError
 from loraforge.evidence.targets.allocation import AllocationTarget
 from loraforge.evidence.targets.base import Claim, Record, Summary, Target
 from loraforge.evidence.targets.cpu_ops import CpuOpsTarget
+from loraforge.evidence.targets.dispatch import DispatchTarget
 from loraforge.evidence.targets.end_to_end import EndToEndTarget
+from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
+from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
 
 TARGETS: dict[str, Target[Any]] = {
@@ -21,6 +24,9 @@ TARGETS: dict[str, Target[Any]] = {
         RecompressionTarget(),
         QualityTarget(),
         EndToEndTarget(),
+        ShrinkAblationTarget(),
+        ExpandAblationTarget(),
+        DispatchTarget(),
         CpuOpsTarget(),
     )
 }

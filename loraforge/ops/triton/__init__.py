@@ -8,7 +8,7 @@ An engine that keeps CSGMV's chunked batch (SGLang's ``LoRABatchInfo``) runs the
 - ``lora_ranks`` and ``scalings`` are the ranks and scales of the slot table, so that neither is passed at a step.
 - Slot s of a pool of capacity R with c slices of A [slots, c R, d_in] and B [slots, d_out, R] is, for slice p of an
   adapter that was loaded at rank r, the table row a_offset = (s c R + p r) d_in, b_offset = (s d_out + first_p) R,
-  width R: SGLang packs the slices of A at the adapter's rank, not at the pool's (:func:`pool_rows`).
+  width R: SGLang packs the slices of A at the adapter's rank, not at the pool's.
 """
 
 from loraforge.ops.triton.expand import expand

@@ -5,18 +5,21 @@ slices are lined up behind one another, so that rank 8 in each of q, k and v is 
 once; the rank that bounds the columns is read on the device, before the loop over the input.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # What is jitted is Triton's language, not Python's.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from loraforge.errors import LoraForgeError
 from loraforge.ops.plan import Plan
-from loraforge.ops.triton.launch import launch
+from loraforge.ops.slots import VECTOR
+from loraforge.ops.triton.launch import height, launch
 
 
 @triton.jit
@@ -73,7 +76,7 @@ def _columns(
     tl.store(z[:, None] + target[None, :], acc, mask=live[:, None] & column_live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # what changes with the batch compiles nothing anew
 def _shrink(
     x,
     x_stride,
@@ -136,7 +139,7 @@ def _shrink(
     begin = plane * steps // tl.num_programs(1) * BLOCK_K
     end = tl.minimum((plane + 1) * steps // tl.num_programs(1) * BLOCK_K, d_in)
     lane = tl.program_id(2)
-    if end2 <= NARROW:
+    if (end2 <= NARROW) | (SLICES * CAPACITY <= NARROW):
         if lane == 0:
             _columns(
                 x, a, z, live, 0, end0, end1, end2, a0, a1, a2, d_in, begin, end,
@@ -163,37 +166,44 @@ def shrink(
     columns: int = 0,
     warps: int = 0,
     stages: int = 0,
+    registers: int = 0,
     early: int = 0,
 ) -> None:
     """:func:`loraforge.ops.shrink` on operands that it has checked; an option of 0 takes the default.
 
     block_m: rows a program, a divisor of the plan's tile. narrow: columns of the block that runs where all live
     directions of a slot fit into it; block_n: columns of each block where they do not; columns: programs that share
-    those blocks. block_k: inputs a step. warps, stages: of a program. early: 1 to start while the kernel before ends.
+    those blocks. block_k: inputs a step. warps, stages: of a program; registers: at most so many a
+    thread. early: 1 to start while the kernel before ends.
     """
-    block_m = min(plan.tile, block_m or 64)
+    block_m = height(plan.tile, block_m or 64)
     narrow, block_n, block_k = narrow or 32, block_n or 64, block_k or 128
     planes, tokens, slices, capacity = z.shape
     d_in = x.shape[1]
-    _shrink[plan.segment_capacity * (plan.tile // block_m), planes, columns or 1](
-        x,
-        x.stride(0),
-        a,
-        table,
-        plan.order,
-        plan.segments,
-        plan.count,
-        z,
-        tokens,
-        d_in,
-        TILE=plan.tile,
-        SLICES=slices,
-        CAPACITY=capacity,
-        BLOCK_M=block_m,
-        NARROW=narrow,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN=d_in % block_k == 0,
-        EARLY=bool(early),
-        **launch(warps or 4, stages or 3, early),
-    )
+    if d_in % VECTOR:
+        raise LoraForgeError(
+            f"{d_in} inputs", key="x", remedy=f"pad the projection's inputs to a multiple of {VECTOR}"
+        )
+    with torch.cuda.device_of(x):
+        _shrink[plan.segment_capacity * (plan.tile // block_m), planes, columns or 1](
+            x,
+            x.stride(0),
+            a,
+            table,
+            plan.order,
+            plan.segments,
+            plan.count,
+            z,
+            tokens,
+            d_in,
+            TILE=plan.tile,
+            SLICES=slices,
+            CAPACITY=capacity,
+            BLOCK_M=block_m,
+            NARROW=narrow,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            EVEN=d_in % block_k == 0,
+            EARLY=bool(early),
+            **launch(warps or 4, stages or 3, registers, early),
+        )

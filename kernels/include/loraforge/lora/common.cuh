@@ -25,12 +25,38 @@ struct __align__(16) Slot {
 };
 static_assert(sizeof(Slot) == 32, "a row is two 16-byte loads");
 
+// Loads of metadata, which the kernel before may have written. They stand in a chain (segment, slot, operands) whose
+// length in latencies is most of a small kernel's time: volatile has them issued where they are written, not sunk below
+// the test that decides whether they are needed.
+__device__ __forceinline__ int load_int(const int* at) {
+#if LF_HIP
+    return *at;
+#else
+    int value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(at));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ int4 load_words(const void* at) {
+#if LF_HIP
+    return *static_cast<const int4*>(at);
+#else
+    int4 value;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(at));
+    return value;
+#endif
+}
+
 __device__ __forceinline__ Slot load_slot(const Slot* at) {
-    Slot slot;
-    const int4* from = reinterpret_cast<const int4*>(at);
-    reinterpret_cast<int4*>(&slot)[0] = from[0];
-    reinterpret_cast<int4*>(&slot)[1] = from[1];
-    return slot;
+    const int4 low = load_words(at), high = load_words(reinterpret_cast<const int4*>(at) + 1);
+    const auto wide = [](int first, int second) {
+        return static_cast<int64_t>(static_cast<uint64_t>(static_cast<unsigned>(second)) << 32 |
+                                    static_cast<unsigned>(first));
+    };
+    return {wide(low.x, low.y), wide(low.z, low.w), high.x, high.y, __int_as_float(high.z), 0};
 }
 
 // Output channels [first, first + channels) of each slice, by value in the kernel's parameters.
@@ -53,7 +79,7 @@ struct __align__(16) Segment {
 };
 
 __device__ __forceinline__ Segment load_segment(const int* segments, int index) {
-    const int4 words = reinterpret_cast<const int4*>(segments)[index];
+    const int4 words = load_words(reinterpret_cast<const int4*>(segments) + index);
     return {words.x, words.y, words.z, 0};
 }
 
@@ -110,24 +136,33 @@ inline int with_half(int code, Body&& body) {
     }
 }
 
-// Sixteen bytes that no thread writes while the kernel runs.
-__device__ __forceinline__ uint4 load16(const void* at) {
+// Sixteen bytes that no thread writes while the kernel runs, zeros where not `wanted`. Volatile keeps a run of loads
+// together: the compiler would otherwise save registers by loading each operand just before its use, one at a time.
+__device__ __forceinline__ uint4 load16(const void* at, bool wanted = true) {
 #if LF_HIP
-    return *static_cast<const uint4*>(at);
+    return wanted ? *static_cast<const uint4*>(at) : uint4{};
 #else
-    return __ldg(static_cast<const uint4*>(at));
+    uint4 value;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+        "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+        : "l"(at), "r"(unsigned(wanted)));
+    return value;
 #endif
 }
 
 // The same for bytes that are used once: they leave the L1 cache to others.
-__device__ __forceinline__ uint4 load16_once(const void* at) {
+__device__ __forceinline__ uint4 load16_once(const void* at, bool wanted = true) {
 #if LF_HIP
-    return *static_cast<const uint4*>(at);
+    return load16(at, wanted);
 #else
     uint4 value;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-        : "l"(at));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+        : "l"(at), "r"(unsigned(wanted)));
     return value;
 #endif
 }

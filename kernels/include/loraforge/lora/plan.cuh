@@ -14,7 +14,9 @@ constexpr int kWarps = 32;
 constexpr int kThreads = kWarps * kWarp;
 
 // Bytes of shared memory for `warps` counting warps: their counters, and a slot's first place and first segment.
-inline size_t shared_bytes(int warps, int slots) { return sizeof(int) * (size_t(warps) * slots + 2 * size_t(slots + 1)); }
+inline size_t shared_bytes(int warps, int slots) {
+    return sizeof(int) * (size_t(warps) * slots + 2 * size_t(slots + 1));
+}
 
 // Lanes whose value equals this lane's.
 __device__ __forceinline__ unsigned equal_lanes(int value) {
@@ -39,7 +41,7 @@ __device__ __forceinline__ int sum_below(int value, int lane, int& all) {
     return sum - value;
 }
 
-// order [tokens], segments [capacity, 4] and count [1] from token_slots [tokens]; slots outside [0, slots) are nobody's.
+// order [tokens], segments [capacity, 4] and count [1] from token_slots [tokens]; slots outside [0, slots) are none.
 // One block of kThreads threads, of which the first `warps` warps count; capacity as plan.py has it.
 __global__ void __launch_bounds__(kThreads)
 fill(const int* token_slots, int tokens, int slots, int tile, int warps, int* order, int* segments, int* count,

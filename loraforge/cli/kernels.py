@@ -1,0 +1,115 @@
+"""``loraforge bench kernels``, ``tune`` and ``engines``: serving kernels against those of the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraforge.errors import UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+_ENGINES = typer.Option(help="folder that loraforge bench engines made", show_default=False)
+
+
+@app.command()
+def engines(
+    out: Annotated[Path, typer.Argument(help="folder to make", show_default=False)],
+    force: Annotated[bool, typer.Option(help="replace what is there")] = False,
+) -> None:
+    """Fetch the engines' LoRA kernels by pip.
+
+    Of SGLang 0.5.22 and 0.5.23 and vLLM 0.26.0, their Python files alone.
+    """
+    from loraforge.bench.native.sites import fetch
+
+    fetch(out, force=force)
+
+
+@app.command()
+def kernels(
+    engines: Annotated[Path, _ENGINES],
+    out: Annotated[Path, typer.Option("-o", "--out", help="folder of records, one file a target")] = Path(
+        "results/kernels"
+    ),
+    table: Annotated[
+        Path | None, typer.Option(help="dispatch table; default: the one that ships for this device")
+    ] = None,
+    tiles: Annotated[
+        Path | None, typer.Option(help="tuned tiles of the engines' kernels; default: those that ship")
+    ] = None,
+    groups: Annotated[
+        str, typer.Option(help="comma-separated: layer, sweep, ablation")
+    ] = "layer,sweep,ablation",
+    spectra: Annotated[
+        Path | None, typer.Option(help="records of measured spectra that mixed ranks come from")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=1, help="stop after so long; the same command goes on")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=0, help="processes that compile the engines' kernels first")
+    ] = 0,
+    flushed: Annotated[bool, typer.Option(help="time with a flushed cache as well")] = True,
+) -> None:
+    """Check and time our kernels and the engines'.
+
+    On the reported grid; goes on from the records in the folder.
+    """
+    import torch
+
+    from loraforge.bench.native.tiles import FOLDER
+    from loraforge.bench.runs import GROUPS, Setup, run_kernels
+    from loraforge.dispatch import load_table, table_path
+    from loraforge.progress import say
+
+    chosen = [name.strip() for name in groups.split(",") if name.strip()]
+    if not chosen or (strange := sorted(set(chosen) - set(GROUPS))):
+        raise UsageError(
+            f"no group {strange[0]!r}" if chosen else "names no group",
+            key="--groups",
+            remedy=f"choose from {', '.join(GROUPS)}",
+        )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "generic"
+    shipped = FOLDER / table_path(device).name
+    if tiles is None and shipped.is_file():
+        tiles = shipped
+    whole = run_kernels(
+        Setup(engines, load_table(device, table), tiles),
+        out,
+        groups=chosen,
+        spectra=spectra,
+        budget_s=budget_seconds,
+        workers=workers,
+        flushed=flushed,
+        say=say,
+    )
+    if not whole:
+        say("the budget ended before the grid did; run the same command again to go on")
+
+
+@app.command()
+def tune(
+    engines: Annotated[Path, _ENGINES],
+    out: Annotated[Path, typer.Option("-o", "--out", help="folder for the table and the tiles")] = Path(
+        "results/tuned"
+    ),
+    workers: Annotated[
+        int, typer.Option(min=0, help="processes that compile the engines' kernels first")
+    ] = 0,
+) -> None:
+    """Tune dispatch table and native tiles.
+
+    Of this device, on batches that the reported grid does not have.
+    """
+    import torch
+
+    from loraforge.bench.runs import Setup, run_tuning
+    from loraforge.dispatch import table_path
+    from loraforge.progress import say
+
+    name = table_path(torch.cuda.get_device_name() if torch.cuda.is_available() else "generic").name
+    frozen = run_tuning(Setup(engines), out / name, out / f"tiles-{name}", workers=workers, say=say)
+    say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")

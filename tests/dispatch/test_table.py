@@ -1,0 +1,113 @@
+"""Dispatch tables: schema, hash, selection between buckets and shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loraforge.dispatch import Entry, Table, choose, choose_pair, load_table, table_path
+from loraforge.errors import InputError, IntegrityError
+from loraforge.ops import NATIVE, Choice, Kernel
+
+DIRECT = Choice(Kernel("direct"), Kernel("row_expand"))
+TENSOR = Choice(Kernel("triton"), Kernel("triton"), tile=64, planes=2)
+FUSED = Choice(Kernel("fused", {"variant": 3}))
+
+
+def entry(phase: str, d_in: int, channels: tuple[int, ...], tokens: int, rank: int, choice: Choice) -> Entry:
+    return Entry.model_validate(
+        {
+            "phase": phase,
+            "d_in": d_in,
+            "channels": channels,
+            "tokens": tokens,
+            "rank": rank,
+            "choice": choice.to_json(),
+            "pair": (DIRECT if choice.expand is None else choice).to_json(),
+        }
+    )
+
+
+def table() -> Table:
+    return Table.freeze(
+        "toy",
+        "nothing",
+        [
+            entry("decode", 2560, (4096, 1024, 1024), 8, 16, FUSED),
+            entry("decode", 2560, (4096, 1024, 1024), 8, 64, DIRECT),
+            entry("decode", 2560, (4096, 1024, 1024), 256, 16, DIRECT),
+            entry("decode", 9728, (2560,), 256, 64, NATIVE),
+            entry("decode", 4096, (2560,), 256, 64, DIRECT),
+            entry("prefill", 2560, (4096, 1024, 1024), 8192, 64, TENSOR),
+        ],
+    )
+
+
+def test_buckets_are_upper_bounds_and_the_last_serves_beyond() -> None:
+    shape = (2560, (4096, 1024, 1024))
+    assert choose(table(), "decode", *shape, 8, 16) == FUSED
+    assert choose_pair(table(), "decode", *shape, 8, 16) == DIRECT
+    assert choose(table(), "decode", *shape, 1, 17) == DIRECT
+    assert choose(table(), "decode", *shape, 8, 128) == DIRECT
+    assert choose(table(), "decode", *shape, 9, 1) == DIRECT
+    assert choose(table(), "decode", *shape, 100_000, 1) == DIRECT
+    assert choose(table(), "prefill", *shape, 1, 1) == TENSOR
+
+
+def test_an_unknown_projection_takes_the_nearest_of_as_many_slices() -> None:
+    assert choose(table(), "decode", 14336, (4096,), 32, 8) == NATIVE
+    assert choose(table(), "decode", 4096, (4096,), 32, 8) == DIRECT
+    assert choose(table(), "decode", 4096, (4096, 1024, 1024), 1, 8) == FUSED
+    assert choose(table(), "decode", 4096, (14336, 14336), 1, 8) in (FUSED, DIRECT, NATIVE)  # no two slices
+
+
+def test_a_table_survives_the_disk_and_a_changed_byte_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "toy.json"
+    table().write(path)
+    assert load_table("toy", path) == table()
+    value = json.loads(path.read_text())
+    value["entries"][0]["tokens"] = 16
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match="tables are not edited by hand"):
+        load_table("toy", changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"choice": {"shrink": {"backend": "magic"}}}, "names no kernel"),
+        ({"channels": []}, "at least 1"),
+        ({"phase": "warm-up"}, "decode"),
+        ({"pair": FUSED.to_json()}, "one kernel"),
+        ({"extra": 1}, "not permitted"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_its_place(tmp_path: Path, change: dict, what: str) -> None:
+    value = table().model_dump(mode="json")
+    value["entries"][2] |= change
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(InputError, match=what) as caught:
+        load_table("toy", path)
+    assert caught.value.key is not None
+    assert caught.value.key.startswith("entries.2")
+
+
+def test_a_table_serves_both_phases_and_states_a_cell_once() -> None:
+    decode = entry("decode", 8, (8,), 8, 8, DIRECT)
+    with pytest.raises(ValueError, match="of decode and of prefill"):
+        Table.freeze("toy", "", [decode])
+    with pytest.raises(ValueError, match="twice"):
+        Table.freeze("toy", "", [decode, decode, entry("prefill", 8, (8,), 8, 8, DIRECT)])
+
+
+def test_shipped_tables_hold_and_a_device_without_one_takes_the_generic() -> None:
+    for path in table_path("x").parent.glob("*.json"):
+        shipped = load_table("", path)
+        assert table_path(shipped.device) == path
+        for phase in ("decode", "prefill"):
+            assert choose(shipped, phase, 2560, (4096, 1024, 1024), 32, 8).tile >= 16  # type: ignore[arg-type]
+    assert load_table("a device of 2040").device == "generic"
