@@ -1,1 +1,2 @@
-"""Kernel benchmarks: cases and operands, arms (ours and the engines'), checks, graph-replay timing, and the tuner."""
+"""Benchmarks: shape fleets and the whole chain (``fleets``, ``end_to_end``), and the serving kernels: cases and operands, arms
+(ours and the engines'), checks, graph-replay timing, the tuner."""

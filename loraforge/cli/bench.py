@@ -79,7 +79,7 @@ def recompression(
         )
     chosen = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     if shapes is not None:
-        from loraforge.benchmarks import device_records, eigensolver_records, scaling_records
+        from loraforge.bench.fleets import device_records, eigensolver_records, scaling_records
 
         names = [name.strip() for name in shapes.split(",") if name.strip()]
         records = [
@@ -166,7 +166,7 @@ def end_to_end(
     """
     from statistics import median
 
-    from loraforge.benchmarks import end_to_end_records
+    from loraforge.bench.fleets import end_to_end_records
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from loraforge.allocate.budget import parse_budget
+from loraforge.bench.end_to_end import benchmark
 from loraforge.cli import main
-from loraforge.end_to_end import benchmark
 from loraforge.evidence.targets import TARGETS
 from loraforge.factor.gpu.ops import Emulated
 from loraforge.factor.gpu.synthetic import write_fleet

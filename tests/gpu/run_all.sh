@@ -30,7 +30,7 @@ tail -n 25 "$out/pytest.txt"
 timeout "${BENCH_SECONDS:-80}" python3 - "$shapes" "$out/recompression.jsonl" >"$out/bench.txt" 2>&1 <<'PY' || status=1
 import os, sys
 from pathlib import Path
-from loraforge.benchmarks import device_records
+from loraforge.bench.fleets import device_records
 from loraforge.files import write_jsonl
 methods = os.environ.get("METHODS", "gram,gram_streams,gram_deferred,gram_deferred_uniform,tsqr,fraq").split(",")
 passes, warmups = int(os.environ.get("PASSES", "3")), int(os.environ.get("WARMUPS", "1"))

@@ -21,7 +21,7 @@ df -h "$work" | tail -n 1 | tee -a "$out/gpus.txt"
 timeout "${END_TO_END_SECONDS:-150}" python3 - "$work/qwen50" "$out/end_to_end.jsonl" <<'PY' 2>&1 | tee "$out/end_to_end.txt" || status=1
 import json, os, sys
 from pathlib import Path
-from loraforge.benchmarks import end_to_end_records
+from loraforge.bench.fleets import end_to_end_records
 from loraforge.files import write_jsonl
 passes, warmups = int(os.environ.get("PASSES", "3")), int(os.environ.get("WARMUPS", "1"))
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")
@@ -37,7 +37,7 @@ scaling=$(cat <<'PY'
 import json, os, statistics, sys
 from pathlib import Path
 import torch
-from loraforge.benchmarks import scaling_records
+from loraforge.bench.fleets import scaling_records
 from loraforge.files import write_jsonl
 count = min(int(os.environ.get("DEVICES", "4")), torch.cuda.device_count())
 spectra = Path("evidence/spectra/20261130-cpu2/data/records.jsonl")

@@ -109,12 +109,12 @@ def end_to_end_records(
     arms: Sequence[str] | None = None,
     spectra: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """The chain from files to files on one GPU, in the ``arms`` of :mod:`loraforge.end_to_end`, both unless given.
+    """The chain from files to files on one GPU, in ``arms`` of :mod:`loraforge.bench.end_to_end` or both.
 
     With ``shapes``, ``folder`` must be absent or empty, and is filled with that fleet first, which stays.
     """
     # needs export and all that it needs, which the others do not
-    from loraforge.end_to_end import ARMS, benchmark
+    from loraforge.bench.end_to_end import ARMS, benchmark
 
     chosen = ARMS if arms is None else tuple(arm for arm in ARMS if arm in arms)
     if arms is not None and len(chosen) != len(arms):
