@@ -1,2 +1,2 @@
-"""Benchmarks: shape fleets and the whole chain (``fleets``, ``end_to_end``), and the serving kernels: cases and operands, arms
-(ours and the engines'), checks, graph-replay timing, the tuner."""
+"""Benchmarks: shape fleets (``fleets``), the whole chain (``end_to_end``), and the serving kernels: cases and operands,
+arms (ours and the engines'), checks, graph-replay timing, the tuner."""
