@@ -10,6 +10,16 @@
 // takes any rank and is chosen a block at a time on the device.
 //
 // The grid is column blocks x persistent strides over segments. Nothing about ranks or counts is known to the host.
+//
+// Overlap: the block's first item is read from the plan ahead of the wait, to send its rows of B on their way, and the
+// plan is compared after the wait, whatever kernel came before; what was stale is read again.
+//
+// Variants: shape + 10 * grid. Shapes, in threads x adjacent columns x groups (widest resident bucket), blocks at once:
+//   0  128 x 4 x 1  (8) 5    1  128 x 2 x 1 (16) 6    2  128 x 8 x 1  (8) 3    3  256 x 1 x 1 (64) 2: every bucket resident
+//   4  128 x 4 x 1 (16) 4    5   64 x 4 x 1  (8) 10   6  128 x 2 x 2  (8) 5    7  128 x 2 x 1  (8) 7
+//   9  128 x 1 x 4  (8) 4: what any other becomes where rows of Y are not aligned for it
+// Grids: 0 as many blocks as fit at once, 1 a block an item, 2 half of 0, 3 twice 0.
+// Z straight from global memory (staged = 0) is there for the ablation, with shapes 0, 3 and 9 alone.
 #pragma once
 
 #include "common.cuh"
