@@ -115,7 +115,8 @@ LF_API int lf_lora_row_expand(const float* z, int z_capacity, int planes, const 
     if (!lora::make_slices(given, slices, slice_first, slice_channels) || z_capacity < 1 || planes < 1 ||
         tile_limit < 1 || tile_limit > kMaxRows || variant < 0 || variant / 10 >= kGrids || segment_capacity < 0 ||
         tokens < 0 || y_stride < 0 || y_stride > 0x7fffffff ||
-        int64_t(tokens) * slices * z_capacity * planes > 0x7fffffff || !aligned(b, 16) || !aligned(table, 16) || !aligned(segments, 16))
+        int64_t(tokens) * slices * z_capacity * planes > 0x7fffffff || !aligned(b, 16) || !aligned(table, 16) ||
+        !aligned(segments, 16))
         return kUnsupported;
     if (segment_capacity == 0 || tokens == 0) return kOk;
     Arguments p{};

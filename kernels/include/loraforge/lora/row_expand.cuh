@@ -1,8 +1,7 @@
 // RowExpand: Y += scale Z B^T where a thread owns rows of B, that is, columns of Y (paper, section 5 and appendix A.2).
 //
-// A work item is up to `limit` token rows of one segment and a block of output columns of one slice. Its threads bring
-// their rows of B into registers while the kernel before still runs, its tile of Z is summed over the planes and
-// scaled into shared memory once, and each thread finishes the whole reduction of its columns by itself: no atomics,
+// A work item is up to `limit` token rows of one segment and a block of output columns of one slice. Its threads hold
+// their rows of B in registers, its tile of Z is summed over the planes and scaled into shared memory once, and each thread finishes the whole reduction of its columns by itself: no atomics,
 // one order of additions, so results are the same bits whatever the tile limit, staging, variant or grid.
 //
 // Widths up to the shape's resident bucket are compile-time: the row stays in registers across the token rows. Wider
@@ -15,7 +14,7 @@
 // plan is compared after the wait, whatever kernel came before; what was stale is read again.
 //
 // Variants: shape + 10 * grid. Shapes, in threads x adjacent columns x groups (widest resident bucket), blocks at once:
-//   0  128 x 4 x 1  (8) 5    1  128 x 2 x 1 (16) 6    2  128 x 8 x 1  (8) 3    3  256 x 1 x 1 (64) 2: every bucket resident
+//   0  128 x 4 x 1  (8) 5    1  128 x 2 x 1 (16) 6    2  128 x 8 x 1  (8) 3    3  256 x 1 x 1 (64) 2
 //   4  128 x 4 x 1 (16) 4    5   64 x 4 x 1  (8) 10   6  128 x 2 x 2  (8) 5    7  128 x 2 x 1  (8) 7
 //   9  128 x 1 x 4  (8) 4: what any other becomes where rows of Y are not aligned for it
 // Grids: 0 as many blocks as fit at once, 1 a block an item, 2 half of 0, 3 twice 0.
@@ -221,7 +220,7 @@ __device__ __forceinline__ float4 z_four(const Arguments& p, const float* row, i
     return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// Tokens that were read ahead of the wait may be anything: they are then found to be stale, but used as addresses before.
+// Tokens that were read ahead of the wait may be anything: they make addresses before they are found to be stale.
 __device__ __forceinline__ int clamp_token(const Arguments& p, int token) {
     return token >= 0 && token < p.tokens ? token : 0;
 }
