@@ -156,10 +156,10 @@ LF_API int lf_lora_row_expand_attributes(int bucket, int staged, int variant, in
         const auto entry = kernel<bf16, S, kStaged>;
 #if LF_HIP
         hipFuncAttributes found{};
-        const error_t error = hipFuncGetAttributes(&found, reinterpret_cast<const void*>(entry));
+        const lf::error_t error = hipFuncGetAttributes(&found, reinterpret_cast<const void*>(entry));
 #else
         cudaFuncAttributes found{};
-        const error_t error = cudaFuncGetAttributes(&found, entry);
+        const lf::error_t error = cudaFuncGetAttributes(&found, entry);
 #endif
         if (error != kOk) return static_cast<int>(error);
         const int width = bucket > S::resident ? bucket : S::resident;

@@ -1,8 +1,9 @@
 // RowExpand: Y += scale Z B^T where a thread owns rows of B, that is, columns of Y (paper, section 5 and appendix A.2).
 //
 // A work item is up to `limit` token rows of one segment and a block of output columns of one slice. Its threads hold
-// their rows of B in registers, its tile of Z is summed over the planes and scaled into shared memory once, and each thread finishes the whole reduction of its columns by itself: no atomics,
-// one order of additions, so results are the same bits whatever the tile limit, staging, variant or grid.
+// their rows of B in registers, its tile of Z is summed over the planes and scaled into shared memory once, and each
+// thread finishes the whole reduction of its columns by itself: no atomics, one order of additions, so results are the
+// same bits whatever the tile limit, staging, variant or grid.
 //
 // Widths up to the shape's resident bucket are compile-time: the row stays in registers across the token rows. Wider
 // rows pass through registers eight directions at a time while the sums of a few token rows stay there; that path
