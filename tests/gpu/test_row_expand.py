@@ -23,7 +23,7 @@ pytestmark = [
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES, DIRECT_SHAPES = (1, 3, 4, 5, 6, 7, 8, 9), (3,)
-VARIANTS = [0, *SHAPES, *(shape + 10 for shape in SHAPES)]
+VARIANTS = [0, *SHAPES, *(shape + 10 for shape in SHAPES), 26]
 LIMITS = (1, 4, 8, 16, 32)
 
 
@@ -224,6 +224,6 @@ def test_attributes_and_what_is_not_supported() -> None:
         assert local >= 0
         assert blocks >= 2
     case = make(4, [[1]], [8])
-    for limit, variant in ((0, 0), (33, 0), (16, 2), (16, 26), (16, -1)):
+    for limit, variant in ((0, 0), (33, 0), (16, 2), (16, 36), (16, -1)):
         with pytest.raises(LoraForgeError, match="unsupported"):
             case.run(limit, 1, variant)

@@ -1,9 +1,9 @@
 // Decode in one call: Y += scale (X A^T) B^T as two launches that overlap.
 //
 // Shrink lets RowExpand start at once (programmatic dependent launch), so RowExpand's blocks read the plan, load their
-// first rows of B and Y and bring the others of B to the L2 cache while shrink runs, and wait for Z alone. A form of one launch, whose expand blocks waited for counters
-// that its shrink blocks released, took 51 us where two launches took 42 (H200, a Qwen3-4B layer, 128 tokens of 50
-// adapters, rank 8), and 58 to 53 at mixed ranks.
+// first rows of B and Y, bring the others of B to the L2 cache while shrink runs, and wait for Z alone. A form of one
+// launch, whose expand blocks waited for counters that its shrink blocks released, took 51 us where two launches took
+// 42 (H200, a Qwen3-4B layer, 128 tokens of 50 adapters, rank 8), and 58 to 53 at mixed ranks.
 #include "loraforge/lora/launch.h"
 
 // y [tokens, y_stride] += scale (x A^T) B^T by the table and the plan; z [planes, tokens, slices, z_capacity] is

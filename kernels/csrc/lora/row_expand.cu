@@ -11,7 +11,7 @@ namespace {
 
 // Shapes by the numbers that row_expand.cuh lists; the last one suits any alignment of Y.
 using Narrow = Shape<128, 1, 4, 8, 4>;
-constexpr int kGrids = 2;
+constexpr int kGrids = 3;
 
 template <class Body>
 int with_shape(int index, bool staged, Body&& body) {
@@ -71,7 +71,8 @@ int run(Arguments p, int grid, void* stream) {
     p.split_shift = 0;
     while (p.split_shift < 6 && (int64_t(p.segment_capacity) * p.limit << p.split_shift) < p.tokens) ++p.split_shift;
     const int64_t units = int64_t(p.segment_capacity) << p.split_shift;
-    const int64_t blocks = int64_t(resident_blocks<T, S, staged>(shared)) * lora::processors();
+    const int resident = resident_blocks<T, S, staged>(shared);
+    const int64_t blocks = int64_t(grid == 2 && resident > 1 ? resident - 1 : resident) * lora::processors();
     int64_t strides = grid == 1 ? units : blocks / column_blocks;
     if (strides > units) strides = units;
     if (strides > 65535) strides = 65535;

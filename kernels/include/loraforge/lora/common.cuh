@@ -62,6 +62,16 @@ __device__ __forceinline__ Slot load_slot(const Slot* at) {
     return {wide(low.x, low.y), wide(low.z, low.w), high.x, high.y, __int_as_float(high.z), 0};
 }
 
+// A load of what kernels before this one wrote, past the L1 cache: nobody here reads it twice.
+template <class V>
+__device__ __forceinline__ V load_past_l1(const V* at) {
+#if LF_HIP
+    return *at;
+#else
+    return __ldcg(at);
+#endif
+}
+
 // Output channels [first, first + channels) of each slice, by value in the kernel's parameters.
 struct Slices {
     int count;

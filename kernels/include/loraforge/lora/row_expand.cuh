@@ -12,16 +12,18 @@
 // The grid is column blocks x persistent strides over segments. Nothing about ranks or counts is known to the host.
 //
 // Overlap: a block reads all of its segments from the plan ahead of the wait, a lane each, sends their rows of B on
-// their way to the L2 cache, and compares the plan after the wait; what was stale is read again. Right after a shrink of
-// ours (common.cuh) there is nothing to compare, and B and Y of the first item are in registers before the wait.
+// their way to the L2 cache, and compares the plan after the wait; what was stale is read again. Right after a shrink
+// of ours (common.cuh) there is nothing to compare, and B and Y of the first item are in registers before the wait.
 //
 // Variants: shape + 10 * grid, 0 for shape 6. Shapes, in threads x adjacent columns x groups (widest resident bucket),
 // blocks at once:
 //   1  128 x 2 x 1 (16) 6    3  256 x 1 x 1 (64) 2, the paper's    4  128 x 4 x 1 (16) 4    5   64 x 4 x 1  (8) 10
 //   6  128 x 2 x 2  (8) 5    7  128 x 2 x 2 (16) 4                 8   64 x 2 x 2  (8) 10
 //   9  128 x 1 x 4  (8) 4: what any other becomes where rows of Y are not aligned for it
-// Grids: 0 as many blocks as fit at once, 1 a block an item.
-// Z straight from global memory (staged = 0) is there for the ablation: shape 3, one plane, rows of Z aligned to 16 bytes.
+// Grids: 0 as many blocks as fit at once, 1 a block an item, 2 one fewer a multiprocessor than fit, which leaves room
+// for the kernel after it to start.
+// Z straight from global memory (staged = 0) is there for the ablation: shape 3, one plane, rows of Z aligned to 16
+// bytes.
 #pragma once
 
 #include "common.cuh"
@@ -104,18 +106,18 @@ __device__ __forceinline__ void load_bits(uint32_t* to, const uint16_t* from) {
 #pragma unroll
         for (int i = 0; i < elements / 8; ++i) {
             const uint4* at = reinterpret_cast<const uint4*>(from) + i;
-            const uint4 v = constant ? __ldg(at) : *at;
+            const uint4 v = constant ? __ldg(at) : lora::load_past_l1(at);
             to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
         }
     } else if constexpr (elements == 4) {
         const uint2* at = reinterpret_cast<const uint2*>(from);
-        const uint2 v = constant ? __ldg(at) : *at;
+        const uint2 v = constant ? __ldg(at) : lora::load_past_l1(at);
         to[0] = v.x, to[1] = v.y;
     } else if constexpr (elements == 2) {
         const uint32_t* at = reinterpret_cast<const uint32_t*>(from);
-        to[0] = constant ? __ldg(at) : *at;
+        to[0] = constant ? __ldg(at) : lora::load_past_l1(at);
     } else {
-        to[0] = constant ? __ldg(from) : *from;
+        to[0] = constant ? __ldg(from) : lora::load_past_l1(from);
     }
 }
 
@@ -166,12 +168,13 @@ __device__ __forceinline__ void load_rows(uint32_t* to, const uint16_t* from, in
 
 // scale * sum of planes of one live element of Z: the same bits staged or not.
 __device__ __forceinline__ float z_value(const Arguments& p, const float* row, int k, float scale) {
-    float sum = row[k];
+    float sum = lora::load_past_l1(row + k);
 #pragma unroll 1
     for (int plane = 1; plane < p.planes; plane += 3) {  // three loads at a time are in flight
         float more[3];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) more[i] = plane + i < p.planes ? row[(plane + i) * p.z_plane + k] : 0.0f;
+        for (int i = 0; i < 3; ++i)
+            more[i] = plane + i < p.planes ? lora::load_past_l1(row + (plane + i) * p.z_plane + k) : 0.0f;
 #pragma unroll
         for (int i = 0; i < 3; ++i) sum += more[i];
     }
@@ -229,24 +232,28 @@ __device__ __forceinline__ void read_batch(const Arguments& p, Kept<warps>& kept
     __syncthreads();
 }
 
+// The plan after the wait, as far as a thread compares it: a segment and a token, one a lane.
+struct Reread {
+    int4 entry;
+    int count, token;
+};
+
+__device__ __forceinline__ Reread reread(const Arguments& p, int start, int rows) {
+    const int lane = threadIdx.x % kWarp, segment = static_cast<int>(blockIdx.y + lane * gridDim.y) >> p.split_shift;
+    return {lora::load_words(p.segments + min(segment, p.segment_capacity - 1)), lora::load_int(p.count),
+            lora::load_int(p.order + start + min(lane, rows - 1))};
+}
+
 // True where the plan that a block went by ahead of the wait is not the plan as it is now.
 template <int warps>
-__device__ __forceinline__ bool is_stale(const Arguments& p, const Kept<warps>& kept, int start, int rows) {
-    const int lane = threadIdx.x % kWarp;
-    bool stale = false;
-    if (lane < rows)
-        stale = clamp_token(p, lora::load_int(p.order + start + lane)) != kept.tokens[threadIdx.x / kWarp][lane];
-    if (threadIdx.x < kWarp) {
-        const int segment = static_cast<int>(blockIdx.y + lane * gridDim.y) >> p.split_shift;
-        if (segment < p.segment_capacity) {
-            const int4 now = lora::load_words(p.segments + segment), then = kept.entries[lane];
-            const bool lives = exists(p, now, segment, lora::load_int(p.count));
-            // one that was not there may be there now; one that was must be the same
-            stale = stale || (lives ? now.x != then.x || now.y != then.y || now.z != then.z || !(kept.seen >> lane & 1)
-                                    : kept.seen >> lane & 1);
-        }
-    }
-    return stale;
+__device__ __forceinline__ bool is_stale(const Arguments& p, const Kept<warps>& kept, const Reread& now, int rows) {
+    const int lane = threadIdx.x % kWarp, segment = static_cast<int>(blockIdx.y + lane * gridDim.y) >> p.split_shift;
+    const int4 then = kept.entries[lane];
+    const bool lives = segment < p.segment_capacity && exists(p, now.entry, segment, now.count);
+    const bool lived = kept.seen >> lane & 1;
+    const bool moved = now.entry.x != then.x || now.entry.y != then.y || now.entry.z != then.z;
+    return lives != lived || (lives && moved) ||
+           clamp_token(p, now.token) != kept.tokens[threadIdx.x / kWarp][min(lane, rows - 1)];
 }
 
 // The tile of Z of an item into shared memory, zeros past the rank, rows of a compile-time width or (0) of
@@ -259,6 +266,9 @@ __device__ __forceinline__ bool stage(const Arguments& p, const Item& item, floa
         lora::wait_for_previous();
         lora::let_next_start();
     }
+    const bool compares = first && !p.follows;
+    Reread now{};
+    if (compares) now = reread(p, item.start, item.rows);  // on its way together with Z
     if constexpr (staged && width > 0) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < item.rows * width; i += warps * kWarp) {
@@ -275,7 +285,7 @@ __device__ __forceinline__ bool stage(const Arguments& p, const Item& item, floa
                 tile[row * p.tile_stride + k] = k < item.rank ? z_value(p, from, k, item.scale) : 0.0f;
         }
     }
-    if (first && !p.follows) return !__syncthreads_or(is_stale(p, kept, item.start, item.rows));
+    if (compares) return !__syncthreads_or(is_stale(p, kept, now, item.rows));
     if constexpr (staged) __syncthreads();
     return true;
 }

@@ -182,7 +182,7 @@ __device__ __forceinline__ bool is_stale(const Operands<T>& in, const Rows& rows
 }
 
 // A warp's way through its share of the input dimension, for 16 tokens (8 where kTall is false) by 8 kTiles directions
-// from `first` on. Lanes past the last token or direction repeat it: the same bytes, and nobody uses what comes of them.
+// from `first` on. Lanes past the last token or direction repeat it: the same bytes, of which nobody uses anything.
 template <class T, int kTiles, int kWarps, bool kTall>
 struct Stream {
     static constexpr int kDepth = kSteps<kTiles, kTall>, kLoads = kTiles + (kTall ? 2 : 1);
