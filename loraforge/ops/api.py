@@ -186,7 +186,7 @@ def _lora(
     if expand:
         part = z[:planes]
         _shrink(x, a, table, token_slots, order, segments, count, tile, part, kernel)
-        _expand(part, b, table, token_slots, order, segments, count, tile, y, slices, expand)
+        _expand(part, b, table, token_slots, order, segments, count, tile, y, slices, _following(expand))
         return
     backend, *options = kernel
     name = BACKENDS[backend]
@@ -199,6 +199,13 @@ def _lora(
     _check(a.dtype == b.dtype == x.dtype == y.dtype, "a, b, x, y", "of one dtype")
     plan = Plan(token_slots, order, segments, count, tile)
     _module(name).lora(x, a, b, table, plan, z[:planes], y, pairs, sync, *options)
+
+
+def _following(kernel: list[int]) -> list[int]:
+    """An expand that is allowed to start early, told that it comes right behind a shrink."""
+    if BACKENDS[kernel[0]] == "triton" and kernel[-1]:
+        return [*kernel[:-1], 2]
+    return kernel
 
 
 def _nothing(*_: Any) -> None:

@@ -3,6 +3,9 @@
 A program keeps up to BLOCK_M rows of one segment's Z in registers, summed over planes, and walks over a few blocks of
 output channels. The rank picks the depth of the product on the device: 16, 64 or 128, and a loop over pieces beyond
 that or where rows of B are not a whole number of 16-byte vectors.
+
+Right behind a shrink of ours (``follows``) Z alone is waited for: plan and table, Y and, in programs of few rows, B are
+on their way before. A shrink lets the next kernel start only after it has itself waited for what came before it.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -30,8 +33,9 @@ def _inner(
     k = first + tl.arange(0, DEPTH)
     # whole vectors within the row are read, whatever lies past the rank, and then dropped
     mask = live[:, None] & (k < CAPACITY)[None, :]
+    FEW: tl.constexpr = DEPTH <= 16 or z.shape[0] * DEPTH <= 1024
     total = tl.load(z[:, None] + k[None, :], mask=mask, other=0.0)
-    if DEPTH <= 16:  # all planes are asked for at once where registers allow it
+    if FEW:  # all planes are asked for at once where registers allow it
         for plane in tl.static_range(1, PLANES):
             total += tl.load(z[:, None] + (plane * plane_stride + k)[None, :], mask=mask, other=0.0)
     else:
@@ -51,9 +55,8 @@ def _factor(
     rank,
     DEPTH: tl.constexpr,
     ALIGNED: tl.constexpr,
-    OPERAND: tl.constexpr,
 ):
-    """B^T [DEPTH, BLOCK_N] of the channels ``channel``, from direction ``first``, zero past the rank.
+    """B^T [DEPTH, BLOCK_N] of the channels ``channel``, from direction ``first``, anything past the rank.
 
     ALIGNED: rows are known to be a multiple of 8 wide; else that is looked up here.
     """
@@ -72,6 +75,13 @@ def _factor(
             mask=channel_live[None, :] & (k < rank)[:, None],
             other=0.0,
         )
+    return part
+
+
+@triton.jit
+def _live(part, first, rank, OPERAND: tl.constexpr):
+    """``part`` of :func:`_factor` with zeros past the rank."""
+    k = first + tl.arange(0, part.shape[0])
     return tl.where(k[:, None] < rank, part, 0.0).to(OPERAND)
 
 
@@ -96,19 +106,28 @@ def _blocks(
     TWICE: tl.constexpr,
     LONG: tl.constexpr,
     OPERAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """``blocks`` blocks of channels from ``begin``; z, y: pointers [BLOCK_M] to rows.
 
     TWICE: the rank may reach twice DEPTH. LONG: it may be anything, and so may the width of a row of B.
     """
     ALIGNED: tl.constexpr = DEPTH > 16 and not LONG
+    # with few rows it is latencies that count: B is then a block ahead, as Y always is
+    AHEAD: tl.constexpr = y.shape[0] <= 16 and not LONG
+    channel = begin + tl.arange(0, BLOCK_N)
+    channel_live = channel < channels
+    base = tl.load(y[:, None] + channel[None, :], mask=live[:, None] & channel_live[None, :], other=0.0)
+    if AHEAD:
+        near = _factor(b, b_offset, width, channel, channel_live, 0, rank, DEPTH, ALIGNED)
+        if TWICE:
+            far = _factor(b, b_offset, width, channel, channel_live, DEPTH, rank, DEPTH, ALIGNED)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     inner = _inner(z, live, 0, rank, plane_stride, CAPACITY, PLANES, DEPTH).to(OPERAND)
     if TWICE:
         more = _inner(z, live, DEPTH, rank, plane_stride, CAPACITY, PLANES, DEPTH).to(OPERAND)
-    channel = begin + tl.arange(0, BLOCK_N)
-    base = tl.load(
-        y[:, None] + channel[None, :], mask=live[:, None] & (channel < channels)[None, :], other=0.0
-    )
     for block in tl.range(0, blocks, num_stages=1):
         channel = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         channel_live = channel < channels
@@ -116,21 +135,38 @@ def _blocks(
         mask = live[:, None] & channel_live[None, :]
         # the next block of Y is asked for before this one is waited for
         following = channel + BLOCK_N
+        following_live = (following < channels) & (block + 1 < blocks)
         ahead = tl.load(
-            y[:, None] + following[None, :],
-            mask=live[:, None] & ((following < channels) & (block + 1 < blocks))[None, :],
-            other=0.0,
+            y[:, None] + following[None, :], mask=live[:, None] & following_live[None, :], other=0.0
         )
-        factor = _factor(b, b_offset, width, channel, channel_live, 0, rank, DEPTH, ALIGNED, OPERAND)
+        if AHEAD:
+            factor = _live(near, 0, rank, OPERAND)
+            near = _factor(b, b_offset, width, following, following_live, 0, rank, DEPTH, ALIGNED)
+        else:
+            factor = _live(
+                _factor(b, b_offset, width, channel, channel_live, 0, rank, DEPTH, ALIGNED), 0, rank, OPERAND
+            )
         delta = tl.dot(inner, factor, input_precision="tf32")
         if TWICE:
-            factor = _factor(b, b_offset, width, channel, channel_live, DEPTH, rank, DEPTH, ALIGNED, OPERAND)
+            if AHEAD:
+                factor = _live(far, DEPTH, rank, OPERAND)
+                far = _factor(b, b_offset, width, following, following_live, DEPTH, rank, DEPTH, ALIGNED)
+            else:
+                factor = _live(
+                    _factor(b, b_offset, width, channel, channel_live, DEPTH, rank, DEPTH, ALIGNED),
+                    DEPTH,
+                    rank,
+                    OPERAND,
+                )
             delta = tl.dot(more, factor, delta, input_precision="tf32")
         if LONG:
             for first in tl.range(DEPTH, rank, DEPTH, num_stages=1):
                 more = _inner(z, live, first, rank, plane_stride, CAPACITY, PLANES, DEPTH).to(OPERAND)
-                factor = _factor(
-                    b, b_offset, width, channel, channel_live, first, rank, DEPTH, ALIGNED, OPERAND
+                factor = _live(
+                    _factor(b, b_offset, width, channel, channel_live, first, rank, DEPTH, ALIGNED),
+                    first,
+                    rank,
+                    OPERAND,
                 )
                 delta = tl.dot(more, factor, delta, input_precision="tf32")
         tl.store(place, (base.to(tl.float32) + scale * delta).to(base.dtype), mask=mask)
@@ -138,7 +174,7 @@ def _blocks(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "slices", "blocks"]
+    do_not_specialize=["tokens", "slices", "blocks", "follows"]
 )  # what changes with the batch compiles nothing anew
 def _expand(
     z,
@@ -152,6 +188,7 @@ def _expand(
     y_stride,
     slices,
     blocks,
+    follows,
     first0,
     channels0,
     first1,
@@ -168,8 +205,8 @@ def _expand(
 ):
     """Grid: (groups of blocks * BLOCK_N channels, slice by slice; segment capacity * TILE / BLOCK_M)."""
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        if follows == 0:
+            gdc_wait()
     PARTS: tl.constexpr = TILE // BLOCK_M
     reach = blocks * BLOCK_N  # channels of one group
     segment = tl.program_id(1) // PARTS
@@ -179,9 +216,9 @@ def _expand(
     start = tl.load(segments) + skip
     height = tl.load(segments + 1) - skip
     slot = tl.load(segments + 2)
-    if segment >= tl.load(count):
-        return
-    if height <= 0:
+    if (segment >= tl.load(count)) | (height <= 0):
+        if EARLY:
+            gdc_wait()
         return
     m = tl.arange(0, BLOCK_M)
     live = m < height
@@ -205,6 +242,8 @@ def _expand(
     rank = extent.to(tl.int32)
     width = (extent >> 32).to(tl.int32)
     if rank == 0:
+        if EARLY:
+            gdc_wait()
         return
     plane_stride = tokens * slices * CAPACITY
     z += rows * (slices * CAPACITY) + piece * CAPACITY
@@ -213,24 +252,24 @@ def _expand(
     if rank <= 16:
         _blocks(
             z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks, channels,
-            CAPACITY, PLANES, BLOCK_N, 16, False, False, OPERAND,
+            CAPACITY, PLANES, BLOCK_N, 16, False, False, OPERAND, EARLY,
         )  # fmt: skip
     elif CAPACITY > 16:
         aligned = width % 8 == 0
         if (rank <= 64) & aligned:
             _blocks(
                 z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, 64, False, False, OPERAND,
+                CAPACITY, PLANES, BLOCK_N // 2, 64, False, False, OPERAND, EARLY,
             )  # fmt: skip
         elif (CAPACITY > 64) & (rank <= 128) & aligned:
             _blocks(
                 z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, 64, True, False, OPERAND,
+                CAPACITY, PLANES, BLOCK_N // 2, 64, True, False, OPERAND, EARLY,
             )  # fmt: skip
         else:
             _blocks(
                 z, plane_stride, b, b_offset, rank, width, scale, y, live, begin, blocks * 2, channels,
-                CAPACITY, PLANES, BLOCK_N // 2, 32, False, True, OPERAND,
+                CAPACITY, PLANES, BLOCK_N // 2, 32, False, True, OPERAND, EARLY,
             )  # fmt: skip
 
 
@@ -251,8 +290,8 @@ def expand(
     """:func:`loraforge.ops.expand` on operands that it has checked; an option of 0 takes the default.
 
     block_m: rows a program, a divisor of the plan's tile. block_n: channels a product; blocks: products a program.
-    warps: of a program; registers: at most so many a thread. early: 1 to start while the kernel before ends. bf16
-    products round Z to bf16; fp16 ones take Z as TF32, whose range it has.
+    warps: of a program; registers: at most so many a thread. early: 1 to start while the kernel before ends, 2 where
+    that kernel is a shrink of ours, which wrote this ``z``. bf16 products round Z to bf16; fp16 ones take Z as TF32, whose range it has.
     """
     block_m = height(plan.tile, block_m or 64)
     block_n, blocks = block_n or 64, blocks or 4
@@ -273,6 +312,7 @@ def expand(
             y.stride(0),
             count,
             blocks,
+            int(early > 1),
             *firsts_and_channels,
             TILE=plan.tile,
             CAPACITY=capacity,
