@@ -29,6 +29,20 @@ def say(message: str) -> None:
     console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
+class Pace:
+    """How far a run of ``total`` like units is and how long the rest will take at the pace so far."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._started = total, 0, time.monotonic()
+
+    def step(self) -> str:
+        """Count a unit; the words for it."""
+        self._done += 1
+        spent = time.monotonic() - self._started
+        left = spent / self._done * (self._total - self._done)
+        return f"{self._done}/{self._total} after {spent:.1f} s, about {left:.0f} s left:"
+
+
 class Ticker(Protocol):
     """What ``progress`` gives: call ``advance`` once a unit of work, with a few words about it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from torch import Tensor
 from loraforge.bench.arms import Arm, Launch
 from loraforge.bench.cases import Case, Op, Projection, Work
 from loraforge.bench.check import Errors, errors, expand_reference, sampled_rows, shrink_reference
+from loraforge.bench.journal import append, take_up
 from loraforge.bench.operands import Masters, Operands, masters
-from loraforge.bench.timing import Captured, Floors, GraphTimer, Samples, Subject
+from loraforge.bench.timing import MAX_LAUNCHES, Captured, Floors, GraphTimer, Samples, Subject
 
 REFERENCE_ARMS = ("csgmv", "csgmv_tuned")  # the first that ran: its output holds the others, beside FP64
 Ranks = Callable[[Case], list[list[int]]]
@@ -29,7 +29,8 @@ def uniform_ranks(case: Case) -> list[list[int]]:
 
 @dataclass
 class Workbench:
-    """Operands of one projection at a time, and the timer. ``seed`` draws factors, routings and block orders."""
+    """Operands of one projection at a time, and the timer. ``seed`` draws factors, routings and block orders;
+    ``launches``: of a graph, at most."""
 
     device: torch.device
     seed: int
@@ -37,11 +38,12 @@ class Workbench:
     ranks: Ranks = uniform_ranks
     blocks: int = 5
     flushed: bool = True
+    launches: int = MAX_LAUNCHES
     timer: GraphTimer = field(init=False)
     _masters: dict[Projection, Masters] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.timer = GraphTimer(self.device)
+        self.timer = GraphTimer(self.device, self.launches)
 
     def operands(self, case: Case, keep: int = 1) -> Operands:
         """Of a case; masters of ``keep`` projections stay."""
@@ -154,15 +156,8 @@ class Journal:
 
     def __init__(self, path: Path, budget_s: float | None = None) -> None:
         self.path = path
-        self.done: set[tuple[str, ...]] = set()
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [
-                line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _whole(line)
-            ]
-            path.write_text("".join(kept), encoding="utf-8")  # a torn last line is measured again
-            self.done = {_key(json.loads(line)) for line in kept}
+        self.done = {_key(record) for record in take_up(path)}
 
     @property
     def spent(self) -> bool:
@@ -173,8 +168,7 @@ class Journal:
         return _key(record) in self.done
 
     def add(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n")
+        append(self.path, record)
         self.done.add(_key(record))
 
 
@@ -244,11 +238,3 @@ def _key(record: Mapping[str, Any]) -> tuple[str, ...]:
         "op", "staged", "width",
     )  # fmt: skip
     return tuple(str(record.get(name)) for name in names)
-
-
-def _whole(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return line.endswith("\n")

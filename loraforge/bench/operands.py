@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from loraforge.bench.cases import MAX_RANK, Case, Projection
+from loraforge.ops.plan import Plan
 from loraforge.ops.slots import Slot, SlotTable, bucket
 
 
@@ -87,6 +88,7 @@ class Operands:
     base: Tensor = field(init=False)
     token_slots: Tensor = field(init=False)
     scales: list[float] = field(init=False)
+    plans: dict[int, Plan] = field(default_factory=dict, init=False)  # by tile, as arms fill them
 
     def __post_init__(self) -> None:
         self.x = self.masters.x[: self.case.tokens]

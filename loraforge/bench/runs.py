@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from loraforge.bench import cases as grids
 from loraforge.bench.arms import Arm, Ours
 from loraforge.bench.cases import SPECTRAL12, Case, Op, Work
+from loraforge.bench.journal import BudgetEnded, Memo
 from loraforge.bench.kernels import Journal, Workbench, describe, floor_us, run_works, uniform_ranks
 from loraforge.bench.mix import layer_ranks
 from loraforge.bench.native import sglang_csgmv, sglang_triton_v2, vllm_ops
@@ -26,25 +27,27 @@ from loraforge.bench.native.sglang_triton_v2 import TritonV2
 from loraforge.bench.native.tiles import TunedTiles, lookup, read_tiles, write_tiles
 from loraforge.bench.native.vllm_ops import VllmOps
 from loraforge.bench.timing import Floors, measure_floors
-from loraforge.bench.tune import NATIVE_NAME, kernels_of, tune, tune_tiles
+from loraforge.bench.tune import NATIVE_NAME, are_tuned, is_tuned, kernels_of, tune, tune_tiles
 from loraforge.dispatch import Table, choose, choose_pair
 from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.evidence.targets.expand_ablation import DIRECT, LIMITS, STAGED, arm
 from loraforge.files import read_jsonl
 from loraforge.jit import load
 from loraforge.ops.choice import Choice, Kernel
+from loraforge.ops.slots import bucket
+from loraforge.progress import Pace
 
 SEED = 20261130
 TUNING_SEED = 20261201  # other operands than the reported run's
 TARGET: dict[Op, str] = {"shrink": "shrink_ablation", "expand": "expand_ablation", "lora": "dispatch"}
 GROUPS = ("layer", "sweep", "ablation")
 
+QUICK_LAUNCHES = 8  # of a graph, where single products are sampled quickly
+RUNTIME_OPTIONS = ("blocks", "columns")  # of our Triton kernels: nothing is compiled anew for them
+
 TUNED = "_tuned"
 SHIPPED_RANKS = (8, 64)  # of the sweep, where kernels run by their shipped tiles beside the tuned ones
-COMPILED_RANKS, COMPILED_TOKENS = (
-    (8, 64, 128),
-    (96, 1536),
-)  # tuned cases that meet every kernel Triton compiles
+COMPILED_TOKENS = (96, 1536)  # of tuned cases: with these, every kernel that Triton compiles is met
 
 DECODE = Choice(Kernel("direct"), Kernel("row_expand"))
 PREFILL = Choice(Kernel("triton"), Kernel("triton"), tile=64)
@@ -170,11 +173,12 @@ def run_kernels(
     if workers:
         wanted = [case for layer in layers for case in layer.cases] if "layer" in groups else []
         wanted += [work.case for work in grids.sweep()] if "sweep" in groups else []
-        compile_ahead(setup, wanted, workers)
+        ops: tuple[Op, ...] = ("shrink", "expand", "lora")
+        choices: list[tuple[Op, Case, Choice]] = [("lora", case, PREFILL) for case in wanted]
         if setup.table is not None:
             chosen = automatic(setup.table)
-            ops: tuple[Op, ...] = ("shrink", "expand", "lora")
-            compile_choices([(op, case, chosen(op, case)) for case in wanted for op in ops], workers)
+            choices += [(op, case, chosen(op, case)) for case in wanted for op in ops]
+        compile_ahead(setup, wanted, workers, choices=choices)
     bench = Workbench(device, SEED, ranks=ranks, flushed=flushed)
     journals = {op: Journal(Path(out) / f"{target}.jsonl", budget_s) for op, target in TARGET.items()}
     floors = measure_floors(bench.timer, device)
@@ -251,29 +255,84 @@ def run_tuning(
     table: Path,
     tiles: Path,
     *,
+    budget_s: float | None = None,
     workers: int = 0,
     say: Callable[[str], object] = print,
-) -> Table:
-    """Tune the engines' tiles, then our kernels against them; write both files.
+) -> Table | None:
+    """Tune the engines' tiles, then our kernels against them; write both files, or None where the budget ended first.
+
+    What is finished stands in a journal beside the table, and the next run goes on from there.
 
     Whole updates by three blocks, warm and flushed, of which the geometric mean counts; single products, of which
     there are many, by two warm ones. The native path that a table may choose is CSGMV, tuned.
     """
     device = _device()
+    memo = Memo(table.with_suffix(".jsonl"), budget_s)
+    names = [sglang_csgmv.DISTRIBUTION, sglang_triton_v2.DISTRIBUTION, vllm_ops.DISTRIBUTION]
+    setting = repr((torch.cuda.get_device_name(device), TUNING_SEED, names))
     bench = Workbench(device, TUNING_SEED, blocks=3)
-    quick = Workbench(device, TUNING_SEED, blocks=2, flushed=False)
-    engines: dict[str, tuple[Any, Mapping[Any, Any]]] = {
+    quick = Workbench(device, TUNING_SEED, blocks=2, flushed=False, launches=QUICK_LAUNCHES)
+    try:
+        found = _tune_engines(setup, quick, memo, setting, workers, say)
+        write_tiles(tiles, found)
+        tuned = Setup(setup.engines, None, tiles)
+        native = next(each for each in tuned.natives() if each.name == f"csgmv{TUNED}")
+        setting = repr((setting, found))
+        cases = list(grids.tuning())
+        todo = [case for case in cases if not is_tuned(case, memo, setting=setting)]
+        if workers and todo:
+            shapes = [case for case in todo if case.tokens in COMPILED_TOKENS]
+            jobs = [(op, case, choice) for case in shapes for op, choice in kernels_of(case.phase, case.rank)]
+            compile_ahead(tuned, todo, workers, choices=jobs, only=[native.name])
+            say("compiled what is to be tuned")
+
+        def compare(op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
+            ours: list[Arm] = [
+                Ours(name, lambda op, case, choice=choice: choice)  # type: ignore[misc]
+                for name, choice in choices.items()
+            ]
+            if op != "lora":
+                return _times(quick, op, case, ours)
+            times = _times(bench, op, case, [native, *ours])
+            return times | ({NATIVE_NAME: times.pop(native.name)} if native.name in times else {})
+
+        entries = []
+        pace = Pace(len(todo))
+        for case, entry in zip(cases, tune(cases, compare, memo=memo, setting=setting), strict=True):
+            entries.append(entry)
+            if case in todo:
+                say(f"{pace.step()} {case.key} {entry.choice} {entry.speedup}")
+    except BudgetEnded:
+        return None
+    frozen = Table.freeze(
+        torch.cuda.get_device_name(device),
+        f"{len(entries)} cases of seed {TUNING_SEED} against {', '.join(names)}, default and tuned",
+        entries,
+    )
+    frozen.write(table)
+    return frozen
+
+
+def _tune_engines(
+    setup: Setup, bench: Workbench, memo: Memo, setting: str, workers: int, say: Callable[[str], object]
+) -> list[TunedTiles]:
+    """The tiles of ``setup``, where it has some; else those that are the fastest."""
+    if setup.tiles is not None:
+        return read_tiles(setup.tiles)
+    cases = list(grids.native_tuning())
+    engines: dict[Literal["csgmv", "vllm"], tuple[Any, Mapping[Any, Any]]] = {
         "csgmv": (Csgmv, sglang_csgmv.TILES),
         "vllm": (VllmOps, vllm_ops.TILES),
     }
-    if workers:
-        compile_ahead(setup, list(grids.native_tuning()), workers, tuning=True)
-        shapes = [
-            case for case in grids.tuning() if case.rank in COMPILED_RANKS and case.tokens in COMPILED_TOKENS
-        ]
-        compile_choices(
-            [(op, case, choice) for case in shapes for op, choice in kernels_of(case.phase)], workers
+    todo = [
+        case
+        for case in cases
+        if not all(
+            are_tuned(engine, case, tried, memo, setting=setting) for engine, (_, tried) in engines.items()
         )
+    ]
+    if workers and todo:
+        compile_ahead(setup, todo, workers, tuning=True)
     found: list[TunedTiles] = []
     for engine, (kind, tried) in engines.items():
 
@@ -284,38 +343,12 @@ def run_tuning(
                 kind(setup.engines, str(index), lambda op, case, tiles=option: tiles)
                 for index, option in enumerate(options)
             ]
-            times = _times(quick, op, case, arms)
+            times = _times(bench, op, case, arms)
             return [times.get(str(index)) for index in range(len(options))]
 
-        found += tune_tiles(engine, grids.native_tuning(), tried, measure)
+        found += tune_tiles(engine, cases, tried, measure, memo=memo, setting=setting)
         say(f"{engine}: tiles of {sum(item.engine == engine for item in found)} kernels")
-    write_tiles(tiles, found)
-    native = next(
-        each for each in Setup(setup.engines, None, tiles).natives() if each.name == f"csgmv{TUNED}"
-    )
-
-    def compare(op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
-        ours: list[Arm] = [
-            Ours(name, lambda op, case, choice=choice: choice)  # type: ignore[misc]
-            for name, choice in choices.items()
-        ]
-        if op != "lora":
-            return _times(quick, op, case, ours)
-        times = _times(bench, op, case, [native, *ours])
-        return times | ({NATIVE_NAME: times.pop(native.name)} if native.name in times else {})
-
-    entries = []
-    for case in grids.tuning():
-        entries += tune([case], compare)
-        say(f"{case.key} {entries[-1].choice} {entries[-1].speedup}")
-    names = f"{sglang_csgmv.DISTRIBUTION}, {sglang_triton_v2.DISTRIBUTION}, {vllm_ops.DISTRIBUTION}"
-    frozen = Table.freeze(
-        torch.cuda.get_device_name(device),
-        f"{len(entries)} cases of seed {TUNING_SEED} against {names}, default and tuned",
-        entries,
-    )
-    frozen.write(table)
-    return frozen
+    return found
 
 
 def _times(bench: Workbench, op: Op, case: Case, arms: Sequence[Arm]) -> dict[str, float]:
@@ -330,54 +363,77 @@ def _times(bench: Workbench, op: Op, case: Case, arms: Sequence[Arm]) -> dict[st
     }
 
 
-def compile_ahead(setup: Setup, cases: Sequence[Case], workers: int, *, tuning: bool = False) -> None:
-    """Compile the engines' kernels for cases into Triton's cache, in processes of their own."""
-    parts = [(setup, list(cases[index::workers]), tuning) for index in range(workers)]
+def compile_ahead(
+    setup: Setup,
+    cases: Sequence[Case],
+    workers: int,
+    *,
+    tuning: bool = False,
+    choices: Sequence[tuple[Op, Case, Choice]] = (),
+    only: Sequence[str] = (),
+) -> None:
+    """Compile kernels into Triton's cache, in processes of their own: the engines' for ``cases``, ours of ``choices``.
+
+    tuning: with every tile that is tried. only: names of the engines' arms, all of them where there are none.
+    """
+    alike: dict[tuple[object, int], list[Case]] = {}
+    for case in cases:  # those that share kernels go to one process, which compiles each once
+        alike.setdefault((case.projection, case.capacity), []).append(case)
+    groups, jobs = list(alike.values()), _distinct(choices)
+    parts = [
+        (
+            setup,
+            [case for group in groups[index::workers] for case in group],
+            tuning,
+            jobs[index::workers],
+            only,
+        )
+        for index in range(workers)
+    ]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.starmap(_compile, parts)
 
 
-def _compile(setup: Setup, cases: Sequence[Case], tuning: bool) -> None:
+def _distinct(choices: Sequence[tuple[Op, Case, Choice]]) -> list[tuple[Op, Case, Choice]]:
+    """Products, each of which has Triton compile something else: of shrinks a number of slices matters, of expands
+    one of planes."""
+    found: dict[str, tuple[Op, Case, Choice]] = {}
+    for op, case, choice in choices:
+        products: tuple[Op, ...] = ("shrink", "expand") if op == "lora" else (op,)
+        for product in products:
+            kernel = choice.shrink if product == "shrink" else choice.expand
+            if case.mix is not None or kernel is None or kernel.backend != "triton":
+                continue
+            options = {name: value for name, value in kernel.options.items() if name not in RUNTIME_OPTIONS}
+            more = len(case.projection.channels) if product == "shrink" else choice.planes
+            shape = (product, bucket(case.capacity), choice.tile, more, sorted(options.items()))
+            found.setdefault(repr(shape), (product, case, choice))
+    return list(found.values())
+
+
+def _compile(
+    setup: Setup,
+    cases: Sequence[Case],
+    tuning: bool,
+    choices: Sequence[tuple[Op, Case, Choice]],
+    only: Sequence[str],
+) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     bench = Workbench(_device(), SEED)
-    arms = setup.natives()
+    arms = [each for each in setup.natives() if not only or each.name in only]
     if tuning:
         for (op, phase), tried in sglang_csgmv.TILES.items():
             arms += [Csgmv(setup.engines, "", _for(op, phase, option)) for option in tried]
         for (op, phase), tried in vllm_ops.TILES.items():
             arms += [VllmOps(setup.engines, "", _for(op, phase, option)) for option in tried]
-    for case in cases:
-        if case.mix is not None:
-            continue
-        operands = bench.operands(case)
-        for each in arms:
-            try:
-                each.prepare("lora", operands).run()
-                torch.cuda.synchronize()
-            except Exception:  # the benchmark itself records what fails
-                continue
-
-
-def compile_choices(jobs: Sequence[tuple[Op, Case, Choice]], workers: int) -> None:
-    """Compile our Triton kernels likewise, each once a number of slices and a capacity."""
-    distinct: dict[str, tuple[Op, Case, Choice]] = {}
-    for op, case, choice in jobs:
-        kernels = (choice.shrink, choice.expand)
-        if case.mix is None and any(kernel is not None and kernel.backend == "triton" for kernel in kernels):
-            shape = f"{len(case.projection.channels)} {case.capacity}"
-            distinct.setdefault(f"{op} {shape} {choice.to_json()}", (op, case, choice))
-    parts = [list(distinct.values())[index::workers] for index in range(workers)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(_compile_choices, parts)
-
-
-def _compile_choices(jobs: Sequence[tuple[Op, Case, Choice]]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    bench = Workbench(_device(), SEED)
-    for op, case, choice in jobs:
-        arm: Arm = Ours("", lambda op, case, choice=choice: choice)  # type: ignore[misc]
+    jobs: list[tuple[Op, Case, Arm]] = [
+        ("lora", case, each) for case in cases if case.mix is None for each in arms
+    ]
+    for op, case, choice in choices:
+        jobs.append((op, case, Ours("", lambda op, case, choice=choice: choice)))  # type: ignore[misc]
+    for op, case, each in jobs:
         try:
-            arm.prepare(op, bench.operands(case)).run()
+            each.prepare(op, bench.operands(case)).run()
             torch.cuda.synchronize()
         except Exception:  # the benchmark itself records what fails
             continue

@@ -3,34 +3,52 @@
 Candidates whose outputs fail their check come without a time and are never chosen. A shrink and an expand are tuned
 apart, for each tile of the plan; the best pairs then compete with kernels that do both and with the native path, as
 whole updates, since launches of a pair overlap.
+
+What a case has given is kept in a memo under the case and all that competed, so that a stopped run goes on where it
+was, and one with other candidates measures anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from loraforge.bench.cases import TUNED_DECODE, TUNED_PREFILL, Case, Op
+from loraforge.bench.cases import MAX_RANK, TUNED_DECODE, TUNED_PREFILL, Case, Op
+from loraforge.bench.journal import Memo
 from loraforge.bench.native.tiles import TunedTiles
 from loraforge.dispatch.table import Entry
 from loraforge.errors import LoraForgeError
+from loraforge.files import sha256_text
 from loraforge.ops.choice import NATIVE, Choice, Kernel
 
 # (operation, case, choices by name) -> microseconds by name; absent where a check failed. The native path is timed
 # under NATIVE_NAME beside the choices of operation lora.
 Measure = Callable[[Op, Case, Mapping[str, Choice]], Mapping[str, float]]
 NATIVE_NAME = "native"
+Tiles = Mapping[str, int] | None  # of an engine's kernel; None: what the engine itself would take
+Options = Mapping[Op, Sequence[Tiles]]
+MeasureTiles = Callable[[Op, Case, Sequence[Tiles]], Sequence[float | None]]
+_PRODUCTS: tuple[Op, ...] = ("shrink", "expand")
 KEEP_OURS = 0.98  # the native path is chosen where its time is below this share of ours: less is noise
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What competes in a phase, for one tile of the plan: shrinks with their planes, expands, and kernels of both."""
+    """What competes in a phase, for one tile of the plan: shrinks with their planes, expands, and kernels of both.
+
+    ranks: the least and the greatest at which they do.
+    """
 
     tile: int
     shrinks: tuple[tuple[Kernel, int], ...]
     expands: tuple[Kernel, ...]
     both: tuple[tuple[Kernel, int], ...] = ()
+    ranks: tuple[int, int] = (1, MAX_RANK)
+
+    def takes(self, rank: int) -> bool:
+        """Whether the group competes at a rank."""
+        return self.ranks[0] <= rank <= self.ranks[1]
 
 
 def _kernels(backend: str, *options: Mapping[str, int]) -> tuple[Kernel, ...]:
@@ -58,8 +76,16 @@ def _expands(*shapes: tuple[int, int, int, int, int]) -> tuple[Kernel, ...]:
     return _kernels("triton", *(dict(zip(names, shape, strict=True)) | {"early": 1} for shape in shapes))
 
 
+def _wide(*shapes: tuple[int, int, int, int, int, int]) -> tuple[Kernel, ...]:
+    """Triton shrinks by block_m, block_n, block_k, stages, warps and columns, for more directions than ``narrow``."""
+    names = ("block_m", "block_n", "block_k", "stages", "warps", "columns")
+    fixed = {"narrow": 16, "early": 1}
+    return _kernels("triton", *(dict(zip(names, shape, strict=True)) | fixed for shape in shapes))
+
+
+LOW, HIGH = (1, 47), (48, MAX_RANK)  # ranks up to which rows of B fit a thread's registers, and beyond
 _SEGMENTED = _planes(_variants("direct", 11), 1, 2, 3, 4) + _planes(_variants("direct", 12, 16), 1, 2, 4)
-_DECODE = Candidates(
+_DIRECT = Candidates(
     16,
     _planes(_variants("direct", 1), 1) + _planes(_variants("direct", 5, 7), 1, 2, 4) + _SEGMENTED,
     _variants("row_expand", 4, 5, 6, 7, 8, 16),
@@ -67,19 +93,58 @@ _DECODE = Candidates(
     + _planes(_variants("fused", 611), 1, 2, 4)
     + _planes(_variants("fused", 411, 711, 612, 616), 1)
     + _planes(_variants("fused", 612), 2),
+    LOW,
+)
+# few tokens of high ranks: directions and inputs are spread over many small programs
+_SPREAD = _wide((16, 32, 256, 3, 4, 12), (16, 16, 256, 4, 4, 24), (16, 64, 128, 4, 4, 6))
+_SHORT = _expands(
+    (16, 64, 4, 96, 1), (16, 64, 4, 96, 2), (16, 128, 4, 128, 1), (16, 128, 4, 128, 2), (16, 256, 8, 128, 1)
+)
+_TALL = _expands((32, 128, 4, 96, 1), (32, 128, 4, 96, 2))
+_LONG = _expands(
+    (64, 64, 4, 128, 4),
+    (64, 64, 4, 128, 8),
+    (64, 128, 4, 168, 1),
+    (64, 128, 4, 168, 2),
+    (64, 128, 4, 168, 4),
+    (32, 128, 4, 96, 1),
+    (32, 128, 4, 96, 2),
+    (32, 128, 4, 96, 4),
+    (32, 128, 4, 96, 8),
+    (16, 128, 4, 80, 1),
+    (16, 128, 4, 80, 8),
+    (64, 64, 8, 80, 2),
 )
 CANDIDATES: dict[str, tuple[Candidates, ...]] = {
     "decode": (
-        _DECODE,
+        _DIRECT,
         Candidates(
             16,
             _planes(_shrinks((16, 32, 256, 3, 1)), 4, 8),
             _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2)),
+            ranks=LOW,
+        ),
+        Candidates(
+            16,
+            _planes(_variants("direct", 12), 1)
+            + _planes(_variants("direct", 7, 12, 16), 2, 4, 8)
+            + _planes(_SPREAD, 4, 8)
+            + _planes(_shrinks((16, 32, 256, 3, 1)), 8),
+            _SHORT + _variants("row_expand", 4, 7),
+            _planes(_variants("fused", 405, 612), 1, 2, 4),
+            HIGH,
         ),
         Candidates(
             64,
             _planes(_shrinks((64, 32, 64, 4, 1), (64, 16, 128, 4, 1)), 8),
-            _expands((16, 128, 4, 80, 1), (32, 128, 4, 96, 1), (32, 128, 4, 96, 2)),
+            _expands((16, 128, 4, 80, 1)) + _TALL,
+            ranks=LOW,
+        ),
+        Candidates(
+            64,
+            _planes(_shrinks((64, 16, 128, 4, 1)), 8) + _planes(_wide((64, 64, 64, 4, 4, 3)), 4, 8),
+            _expands((16, 128, 4, 128, 1)) + _TALL,
+            ranks=HIGH,
         ),
     ),
     "prefill": (
@@ -88,6 +153,7 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
             _planes(_variants("direct", 11), 1, 2) + _planes(_variants("direct", 12), 1),
             _variants("row_expand", 4, 6),
             _planes(_variants("fused", 611), 1, 2),
+            LOW,
         ),
         Candidates(
             64,
@@ -95,29 +161,33 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
             + _planes(_shrinks((64, 16, 128, 4, 1)), 2, 4, 8)
             + _planes(_shrinks((64, 32, 64, 4, 1)), 8)
             + _planes(_shrinks((32, 32, 128, 3, 3)), 1, 2, 4),
-            _expands(
-                (64, 64, 4, 128, 4),
-                (64, 64, 4, 128, 8),
-                (64, 128, 4, 168, 1),
-                (64, 128, 4, 168, 2),
-                (64, 128, 4, 168, 4),
-                (32, 128, 4, 96, 1),
-                (32, 128, 4, 96, 2),
-                (32, 128, 4, 96, 4),
-                (32, 128, 4, 96, 8),
-                (16, 128, 4, 80, 1),
-                (16, 128, 4, 80, 8),
-                (64, 64, 8, 80, 2),
+            _LONG,
+            ranks=LOW,
+        ),
+        Candidates(
+            64,
+            _planes(_shrinks((64, 16, 128, 4, 1)), 4, 8)
+            + _planes(_shrinks((64, 32, 128, 3, 1), (32, 32, 128, 3, 3)), 1, 2, 4)
+            + _planes(
+                _wide((64, 128, 64, 4, 8, 1), (64, 128, 64, 4, 8, 3), (64, 256, 64, 3, 8, 1)), 1, 2, 4, 8
             ),
+            _LONG,
+            ranks=HIGH,
+        ),
+        Candidates(
+            128,
+            _planes(_wide((128, 128, 64, 4, 8, 1), (128, 128, 64, 4, 8, 3)), 1, 2, 4),
+            _expands((64, 128, 4, 168, 1), (64, 128, 4, 168, 2), (64, 128, 4, 168, 4)),
+            ranks=HIGH,
         ),
     ),
 }
 
 
-def kernels_of(phase: str) -> list[tuple[Op, Choice]]:
-    """Every candidate of a phase that Triton compiles, with each number of planes it may meet."""
+def kernels_of(phase: str, rank: int) -> list[tuple[Op, Choice]]:
+    """Every candidate of a phase at a rank that Triton compiles, with each number of planes it may meet."""
     found: dict[str, tuple[Op, Choice]] = {}
-    for group in CANDIDATES[phase]:
+    for group in _competing(CANDIDATES[phase], rank):
         counts = sorted({planes for _, planes in group.shrinks})
         jobs: list[tuple[Op, Choice]] = [
             ("shrink", Choice(kernel, group.expands[0], group.tile, planes))
@@ -139,9 +209,42 @@ def tune(
     cases: Iterable[Case],
     measure: Measure,
     candidates: Mapping[str, Sequence[Candidates]] = CANDIDATES,
-) -> list[Entry]:
-    """An entry for every case. Raises LoraForgeError where nothing passes its check, the native path included."""
-    return [_tune_case(case, measure, candidates[case.phase]) for case in cases]
+    *,
+    memo: Memo | None = None,
+    setting: str = "",
+) -> Iterator[Entry]:
+    """An entry for every case, from the memo where it has it: under the case, what competes, and ``setting``, which
+    says whatever else times depend on.
+
+    Raises LoraForgeError where nothing passes its check, the native path included, and BudgetEnded as the memo does.
+    """
+    memo = memo or Memo()
+    for case in cases:
+        groups = _competing(candidates[case.phase], case.rank)
+
+        def measured(case: Case = case, groups: Sequence[Candidates] = groups) -> dict[str, Any]:
+            return _tune_case(case, measure, groups).model_dump(mode="json")
+
+        yield Entry.model_validate(memo.recall(_key("entry", case, groups, setting), measured))
+
+
+def is_tuned(
+    case: Case,
+    memo: Memo,
+    candidates: Mapping[str, Sequence[Candidates]] = CANDIDATES,
+    *,
+    setting: str = "",
+) -> bool:
+    """Whether :func:`tune` would take the case's entry from the memo."""
+    return _key("entry", case, _competing(candidates[case.phase], case.rank), setting) in memo
+
+
+def _competing(groups: Sequence[Candidates], rank: int) -> list[Candidates]:
+    return [group for group in groups if group.takes(rank)]
+
+
+def _key(kind: str, case: Case, competing: object, setting: str) -> str:
+    return f"{kind} {case.key} {sha256_text(repr((competing, setting)))[:16]}"
 
 
 def _tune_case(case: Case, measure: Measure, candidates: Sequence[Candidates]) -> Entry:
@@ -189,36 +292,68 @@ def tune_tiles(
     engine: str,
     cases: Iterable[Case],
     tiles: Mapping[tuple[Op, str], Sequence[Mapping[str, int]]],
-    measure: Callable[[Op, Case, Sequence[Mapping[str, int] | None]], Sequence[float | None]],
+    measure: MeasureTiles,
+    *,
+    memo: Memo | None = None,
+    setting: str = "",
 ) -> list[TunedTiles]:
     """The best tiles of an engine's shrink and expand in every case; the engine's own choice is among those tried.
 
-    measure: microseconds of each, None where a check failed. A case in which nothing passes is left out.
+    measure: microseconds of each, None where a check failed. A case in which nothing passes is left out. memo,
+    setting: as in :func:`tune`.
     """
-    found = []
+    memo = memo or Memo()
+    found: list[TunedTiles] = []
     for case in cases:
-        for op in ("shrink", "expand"):
-            tried: list[Mapping[str, int] | None] = [None, *tiles[op, case.phase]]
-            times = measure(op, case, tried)
-            passed = [(time, index) for index, time in enumerate(times) if time is not None]
-            if not passed:
-                continue
-            best, index = min(passed)
-            own = times[0] or best
-            chosen = tried[index]
-            found.append(
-                TunedTiles(
-                    engine=engine,
-                    op=op,
-                    phase=case.phase,
-                    model=case.projection.model,
-                    projection=case.projection.name,
-                    tokens=case.tokens,
-                    rank=case.capacity,
-                    tiles=None if chosen is None else dict(chosen),
-                    speedup=round(own / best, 3),
-                )
+        options = _options(case, tiles)
+
+        def measured(case: Case = case, options: Options = options) -> list[dict[str, Any]]:
+            return [item.model_dump(mode="json") for item in _tune_tiles(engine, case, options, measure)]
+
+        kept = memo.recall(_key(f"tiles {engine}", case, options, setting), measured)
+        found += [TunedTiles.model_validate(item) for item in kept]
+    return found
+
+
+def are_tuned(
+    engine: str,
+    case: Case,
+    tiles: Mapping[tuple[Op, str], Sequence[Mapping[str, int]]],
+    memo: Memo,
+    *,
+    setting: str = "",
+) -> bool:
+    """Whether :func:`tune_tiles` would take the case's tiles from the memo."""
+    return _key(f"tiles {engine}", case, _options(case, tiles), setting) in memo
+
+
+def _options(case: Case, tiles: Mapping[tuple[Op, str], Sequence[Mapping[str, int]]]) -> Options:
+    return {op: [None, *tiles[op, case.phase]] for op in _PRODUCTS}
+
+
+def _tune_tiles(engine: str, case: Case, options: Options, measure: MeasureTiles) -> list[TunedTiles]:
+    found = []
+    for op, tried in options.items():
+        times = measure(op, case, tried)
+        passed = [(time, index) for index, time in enumerate(times) if time is not None]
+        if not passed:
+            continue
+        best, index = min(passed)
+        own = times[0] or best
+        chosen = tried[index]
+        found.append(
+            TunedTiles(
+                engine=engine,
+                op=op,
+                phase=case.phase,
+                model=case.projection.model,
+                projection=case.projection.name,
+                tokens=case.tokens,
+                rank=case.capacity,
+                tiles=None if chosen is None else dict(chosen),
+                speedup=round(own / best, 3),
             )
+        )
     return found
 
 

@@ -96,13 +96,19 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", help="folder for the table and the tiles")] = Path(
         "results/tuned"
     ),
+    tiles: Annotated[
+        Path | None, typer.Option(help="tuned tiles of the engines' kernels; default: they are tuned first")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=1, help="stop after so long; the same command goes on")
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=0, help="processes that compile the engines' kernels first")
     ] = 0,
 ) -> None:
     """Tune dispatch table and native tiles.
 
-    Of this device, on batches that the reported grid does not have.
+    Of this device, on batches that the reported grid does not have; goes on from the journal beside the table.
     """
     import torch
 
@@ -111,5 +117,15 @@ def tune(
     from loraforge.progress import say
 
     name = table_path(torch.cuda.get_device_name() if torch.cuda.is_available() else "generic").name
-    frozen = run_tuning(Setup(engines), out / name, out / f"tiles-{name}", workers=workers, say=say)
+    frozen = run_tuning(
+        Setup(engines, tiles=tiles),
+        out / name,
+        out / f"tiles-{name}",
+        budget_s=budget_seconds,
+        workers=workers,
+        say=say,
+    )
+    if frozen is None:
+        say("the budget ended before the grid did; run the same command again to go on")
+        return
     say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from loraforge.bench.cases import PROJECTIONS, Case, sweep, tuning
+from loraforge.bench.journal import BudgetEnded, Memo
 from loraforge.bench.native.tiles import TunedTiles, lookup, read_tiles, write_tiles
-from loraforge.bench.tune import Candidates, tune, tune_tiles
+from loraforge.bench.tune import CANDIDATES, Candidates, are_tuned, is_tuned, kernels_of, tune, tune_tiles
 from loraforge.errors import InputError, LoraForgeError
 from loraforge.ops import Choice, Kernel
 
@@ -69,7 +71,7 @@ def test_what_fails_its_check_is_never_chosen() -> None:
     (entry,) = tune([CASE], measure, GROUPS)
     assert Choice.from_json(entry.choice).native
     with pytest.raises(LoraForgeError, match="no kernel passes"):
-        tune([CASE], lambda op, case, choices: {}, GROUPS)
+        list(tune([CASE], lambda op, case, choices: {}, GROUPS))
 
 
 def test_native_tiles_compete_with_the_shipped_ones(tmp_path) -> None:
@@ -125,3 +127,75 @@ def test_a_file_that_is_no_list_of_tiles_is_refused(tmp_path) -> None:
 def test_the_tuner_never_sees_a_batch_of_the_reported_sweep() -> None:
     reported = {(work.case.projection, work.case.phase, work.case.tokens) for work in sweep()}
     assert not reported & {(case.projection, case.phase, case.tokens) for case in tuning()}
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path) -> None:
+    cases = [replace(CASE, tokens=tokens) for tokens in (2, 6, 24)]
+    measured: list[Case] = []
+
+    def measure(op: str, case: Case, choices: Mapping[str, Choice]) -> Mapping[str, float]:
+        if op == "lora":
+            measured.append(case)
+            if len(measured) == 3:
+                raise KeyboardInterrupt
+        return timer(native=10.0, fused=7.0)(op, case, choices)
+
+    path = tmp_path / "tuned" / "table.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        list(tune(cases, measure, GROUPS, memo=Memo(path)))
+    with path.open("a") as stream:
+        stream.write('{"key": "entry torn')
+    memo = Memo(path)
+    assert [is_tuned(case, memo, GROUPS) for case in cases] == [True, True, False]
+    found = list(tune(cases, measure, GROUPS, memo=memo))
+    assert measured == [*cases, cases[2]], "what was finished is not measured again"
+    assert found == list(tune(cases, timer(native=10.0, fused=7.0), GROUPS))
+    assert [entry.tokens for entry in found] == [4, 12, 48]
+
+
+def test_other_candidates_or_another_setting_are_measured_anew(tmp_path) -> None:
+    memo = Memo(tmp_path / "table.jsonl")
+    list(tune([CASE], timer(native=10.0, fused=7.0), GROUPS, memo=memo, setting="one"))
+    fewer = {"decode": (replace(GROUPS["decode"][0], both=()),)}
+    assert is_tuned(CASE, memo, GROUPS, setting="one")
+    assert not is_tuned(CASE, memo, GROUPS, setting="two")
+    assert not is_tuned(CASE, memo, fewer, setting="one")
+
+
+def test_when_the_budget_ends_nothing_more_is_measured_and_what_is_known_still_given(tmp_path) -> None:
+    path = tmp_path / "table.jsonl"
+    first = list(tune([CASE], timer(native=10.0, fused=7.0), GROUPS, memo=Memo(path)))
+    late = Memo(path, budget_s=-1.0)
+    assert list(tune([CASE], timer(native=1.0, fused=1.0), GROUPS, memo=late)) == first
+    with pytest.raises(BudgetEnded):
+        list(tune([replace(CASE, tokens=6)], timer(native=10.0, fused=7.0), GROUPS, memo=late))
+
+
+def test_native_tiles_are_taken_up_again(tmp_path) -> None:
+    tiles = {(op, "decode"): ({"BLOCK_N": 1},) for op in ("shrink", "expand")}
+    memo = Memo(tmp_path / "table.jsonl")
+    found = tune_tiles("csgmv", [CASE], tiles, lambda op, case, tried: [2.0, 1.0], memo=memo)  # type: ignore[arg-type]
+    memo = Memo(tmp_path / "table.jsonl")
+    assert are_tuned("csgmv", CASE, tiles, memo)  # type: ignore[arg-type]
+    assert not are_tuned("vllm", CASE, tiles, memo)  # type: ignore[arg-type]
+    assert tune_tiles("csgmv", [CASE], tiles, lambda *_: 1 / 0, memo=memo) == found  # type: ignore[arg-type]
+
+
+def test_candidates_compete_at_their_ranks_alone() -> None:
+    groups = {"decode": (replace(GROUPS["decode"][0], ranks=(9, 128)), replace(GROUPS["decode"][0], tile=8))}
+    (entry,) = tune([CASE], timer(native=10.0, fused=7.0), groups)
+    assert Choice.from_json(entry.choice).tile == 8
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 32, 48, 64, 128])
+def test_every_rank_has_candidates_whose_kernels_take_the_tile_of_their_plan(rank: int) -> None:
+    for phase, groups in CANDIDATES.items():
+        assert any(group.takes(rank) and group.both for group in groups) or phase == "prefill"
+        assert kernels_of(phase, rank)
+        for group in groups:
+            assert group.shrinks
+            assert group.expands
+            for kernel in [kernel for kernel, _ in group.shrinks] + list(group.expands):
+                rows = kernel.options.get("block_m", group.tile)
+                assert group.tile % min(rows, group.tile) == 0
+                assert group.tile <= 16 or kernel.backend == "triton"

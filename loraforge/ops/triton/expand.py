@@ -204,7 +204,7 @@ def _expand(
     EARLY: tl.constexpr,
 ):
     """Grid: (groups of blocks * BLOCK_N channels, slice by slice; segment capacity * TILE / BLOCK_M)."""
-    if EARLY:
+    if EARLY:  # noqa: SIM102  decided when it is compiled
         if follows == 0:
             gdc_wait()
     PARTS: tl.constexpr = TILE // BLOCK_M
@@ -291,7 +291,8 @@ def expand(
 
     block_m: rows a program, a divisor of the plan's tile. block_n: channels a product; blocks: products a program.
     warps: of a program; registers: at most so many a thread. early: 1 to start while the kernel before ends, 2 where
-    that kernel is a shrink of ours, which wrote this ``z``. bf16 products round Z to bf16; fp16 ones take Z as TF32, whose range it has.
+    that kernel is a shrink of ours, which writes this ``z``. bf16 products round Z to bf16; fp16 ones take Z as TF32,
+    whose range it has.
     """
     block_m = height(plan.tile, block_m or 64)
     block_n, blocks = block_n or 64, blocks or 4

@@ -1,0 +1,70 @@
+"""What a run that may be stopped has finished: one JSON object a line, appended as it goes, taken up again later."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loraforge.files import output_error
+
+
+class BudgetEnded(Exception):
+    """A run's time is used up; what it finished is in its journal."""
+
+
+def take_up(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a journal, whose folder is made if need be; a torn last line goes, to be made again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return []
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _whole(line)]
+        path.write_text("".join(kept), encoding="utf-8")
+    except OSError as error:
+        raise output_error(error, path) from error
+    return [json.loads(line) for line in kept]
+
+
+def append(path: Path, record: Any) -> None:
+    """Add a record and hand it to the system, so that it outlives this process."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+class Memo:
+    """Results by key, computed once over all the runs that share ``path`` (None: kept in memory alone).
+
+    What a result depends on belongs into its key: a key that was never seen is computed, whatever else is there.
+    budget_s: seconds after which :meth:`recall` computes nothing more.
+    """
+
+    def __init__(self, path: Path | None = None, budget_s: float | None = None) -> None:
+        self._path = path
+        self._deadline = None if budget_s is None else time.monotonic() + budget_s
+        records = [] if path is None else take_up(path)
+        self._known: dict[str, Any] = {record["key"]: record["value"] for record in records}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def recall(self, key: str, compute: Callable[[], Any]) -> Any:
+        """The result under ``key``, plain values. Raises BudgetEnded where it is not known and the time is up."""
+        if key not in self._known:
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                raise BudgetEnded
+            value = compute()
+            if self._path is not None:
+                append(self._path, {"key": key, "value": value})
+            self._known[key] = value
+        return self._known[key]
+
+
+def _whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return line.endswith("\n")
