@@ -174,6 +174,13 @@ def test_every_rank_in_a_pool_of_128(rank: int) -> None:
     batch.check_expand(block_m=16, block_n=32)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_many_planes_of_few_rows(blocks: int) -> None:
+    batch = case([[100], [128], [40]], ragged(20, 3), capacity=128, channels=(200,), planes=8, tile=16)
+    batch.check_shrink(block_m=16, narrow=16, block_n=32, block_k=32, columns=4)
+    batch.check_expand(block_m=16, block_n=64, blocks=blocks)
+
+
 def test_a_tail_of_the_input_and_more_planes_than_steps() -> None:
     batch = case([[5, 9, 3]], [0] * 20, d_in=72, planes=4)
     batch.check_shrink(block_m=32, block_k=32)
@@ -214,6 +221,61 @@ def test_both_through_one_choice() -> None:
         choice=choice,
     )
     close(batch.y.double().cpu(), want, 4e-3 if batch.y.dtype == torch.bfloat16 else 1e-3)
+
+
+WIDE = {"block_m": 16, "narrow": 16, "block_n": 32, "block_k": 256, "columns": 12, "early": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [{"block_n": 64}, {"block_n": 128, "registers": 128, "blocks": 2}])
+@pytest.mark.parametrize(
+    "shrink", [Kernel("triton", WIDE), *(Kernel("direct", {"variant": v}) for v in (7, 12))], ids=str
+)
+def test_an_expand_that_runs_ahead_sees_what_its_shrink_wrote(
+    shrink: Kernel, rows: dict[str, int], dtype: torch.dtype
+) -> None:
+    """A captured step, again and again on other inputs and another routing."""
+    ranks = [[64, 128, 100], [128, 128, 128], [8, 0, 65], [0, 0, 0]]
+    batch = case(
+        ranks,
+        ragged(40, 4),
+        d_in=2048,
+        channels=(1024, 256, 264),
+        capacity=128,
+        planes=8,
+        tile=16,
+        dtype=dtype,
+    )
+    choice = Choice(shrink, Kernel("triton", {"block_m": 16, "early": 1} | rows), tile=16, planes=8)
+    base = batch.y.clone()
+
+    def step() -> None:
+        batch.y.copy_(base)
+        ops.fill(batch.plan, len(ranks))
+        ops.lora(
+            *(batch.x, batch.a, batch.b, batch.table.tensor, batch.plan, batch.z, batch.y, batch.slices),
+            choice=choice,
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    host = SlotTable(batch.table.slots, batch.table.slices)
+    host.tensor.copy_(batch.table.tensor)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        batch.x.copy_(torch.randn(batch.x.shape))
+        batch.plan.token_slots.copy_(torch.randint(-1, len(ranks), (40,), dtype=torch.int32))
+        batch.z.fill_(torch.nan)
+        graph.replay()
+        z = reference.shrink(batch.x.cpu(), batch.a.cpu(), host, batch.plan.token_slots.cpu(), 128)
+        want = reference.expand(
+            z, batch.b.cpu(), host, batch.plan.token_slots.cpu(), base.cpu(), batch.slices
+        )
+        close(batch.y.double().cpu(), want, 4e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_shapes_that_no_program_covers_are_refused() -> None:
