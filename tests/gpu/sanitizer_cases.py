@@ -7,19 +7,15 @@ A new launcher needs an entry in ``CASES``.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from loraforge.factor.gpu.ops import TALL, WIDE, Emulated, Kernels
-from loraforge.jit import KERNELS, load
-from loraforge.ops import cuda, reference
-from loraforge.ops.plan import Plan, empty_plan
-from loraforge.ops.slots import Slot, SlotTable, bucket
+from loraforge.jit import KERNELS
 
 # (m, d, r): one tile and many, partial tiles, ranks of every template, matrices that are split over a cluster
 STACKS = [
@@ -110,73 +106,11 @@ def jacobi(kernels: Kernels) -> None:
         assert (sweeps.cpu() >= 0).all()
 
 
-def serving() -> Iterator[tuple[list[tuple[int, int]], list[torch.Tensor], SlotTable, Plan, SlotTable]]:
-    """Mixed ranks of one and of three slices at a few tokens and at some: channels, (x, a, b, y) and the table on the
-    host, and a plan and the table on the device, all by copies."""
-    for tokens, ranks in ((3, [[8], [128]]), (37, [[8, 1, 64], [0, 0, 0], [17, 128, 33], [4, 16, 12]])):
-        generator = torch.Generator().manual_seed(tokens)
-
-        def normal(*size: int, generator: torch.Generator = generator) -> torch.Tensor:
-            return torch.randn(size, generator=generator).to(torch.bfloat16)
-
-        d_in, channels = 264, [(0, 264), (264, 72), (336, 40)][: len(ranks[0])]
-        width = sum(count for _, count in channels)
-        table, there = SlotTable(len(ranks), len(channels)), SlotTable(len(ranks), len(channels))
-        at = 0
-        for slot, row in enumerate(ranks):
-            of_slot = []
-            for piece, (rank, (_, count)) in enumerate(zip(row, channels, strict=True)):
-                of_slot.append(
-                    Slot((slot * len(channels) + piece) * 128 * d_in, at, rank, bucket(rank), 0.25)
-                )
-                at += count * bucket(rank)
-            table.set(slot, of_slot)
-        there.tensor = table.tensor.cuda()
-        plan = empty_plan(tokens, len(ranks), 16)
-        plan.token_slots.copy_(torch.randint(-1, len(ranks), (tokens,), generator=generator))
-        moved = Plan(*(part.cuda() for part in (plan.token_slots, plan.order, plan.segments, plan.count)), 16)
-        operands = [normal(tokens, d_in), normal(len(ranks) * len(channels) * 128, d_in), normal(at)]
-        yield channels, [*operands, normal(tokens, width)], table, moved, there
-
-
-def lora(kernels: Kernels) -> None:
-    """The plan, and every variant of the two products, apart and together."""
-    del kernels
-    for channels, (x, a, b, y), table, plan, there in serving():
-        cuda.fill(plan, table.slots)
-        routing = plan.token_slots.cpu()
-        z = reference.shrink(x, a, table, routing, 128)
-        wanted = reference.expand(z, b, table, routing, y, channels)
-        on_x, on_a, on_b = x.cuda(), a.cuda(), b.cuda()
-        for shrink, expand in ((1, 4), (5, 5), (7, 6), (11, 7), (12, 8), (14, 1), (16, 3), (11, 9), (12, 16)):
-            for planes in (1, 3):
-                _, sums = empty(planes, len(x), len(channels), 128)
-                apart, together = y.cuda(), y.cuda()
-                cuda.shrink(on_x, on_a, there.tensor, plan, sums, shrink)
-                cuda.expand(sums, on_b, there.tensor, plan, apart, channels, 16, 1, expand)
-                cuda.lora(
-                    *(on_x, on_a, on_b, there.tensor, plan, sums, together, channels),
-                    None,
-                    shrink + 100 * expand,
-                )
-                same(wanted, apart, 1e-2)
-                same(wanted, together, 1e-2)
-    attributes = load("lora", kind="nvcc").lf_lora_row_expand_attributes
-    assert attributes(8, 1, 3, *(ctypes.byref(ctypes.c_int()) for _ in range(4))) == 0
-
-
 CASES: dict[Callable[[Kernels], None], tuple[str, ...]] = {
     gram: ("lf_gram",),
     apply: ("lf_apply",),
     tsqr: ("lf_tsqr_workspace", "lf_tsqr_factor", "lf_tsqr_apply"),
     jacobi: ("lf_jacobi",),
-    lora: (
-        "lf_lora_plan",
-        "lf_lora_shrink",
-        "lf_lora_row_expand",
-        "lf_lora_fused",
-        "lf_lora_row_expand_attributes",
-    ),
 }
 
 
