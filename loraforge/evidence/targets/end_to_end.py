@@ -65,7 +65,14 @@ class EndToEndTarget(Target[Item]):
 
     name: ClassVar = "end_to_end_compression"
     figures: ClassVar = ()
-    sources: ClassVar = ("factor", "allocate", "export", "compress.py", "tensor_file.py", "bench/end_to_end.py")
+    sources: ClassVar = (
+        "factor",
+        "allocate",
+        "export",
+        "compress.py",
+        "tensor_file.py",
+        "bench/end_to_end.py",
+    )
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(
         Annotated[
             Annotated[Pass, Tag("pass")] | Annotated[Check, Tag("check")] | Annotated[Floor, Tag("floor")],
