@@ -85,7 +85,10 @@ def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
     return time.monotonic() - started
 
 
-TARGETS = {"figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"}
+TARGETS = {
+    *("figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"),
+    *("ablation_shrink", "ablation_expand", "dispatch", "cpu_ops"),
+}
 
 
 def jobs(run: Run) -> set[str]:
