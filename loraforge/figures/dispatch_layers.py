@@ -61,7 +61,7 @@ def draw(rows: Table, context: style.Context) -> Figure:
             figure,
             context.line("warm, medians summed over the four projections", "Updates of one Qwen3-4B layer"),
             "×: the engines' best (tuned kernels included, the fastest of each projection) over automatic dispatch."
-            " Floor: bytes at the measured copy rate, and one launch a projection.",
+            " Floor: bytes at the measured copy rate or one launch a projection, whichever is more.",
         )
         return figure
 
