@@ -78,16 +78,16 @@ ROW = re.compile(r"^\| `([\w.]+)` \| ([\d.,]+) \|$", re.MULTILINE)
 
 
 def shown(value: float) -> str:
-    """A count whole, 45.1 below a hundred, 2.31 below ten."""
+    """A count whole; other numbers to about three digits, so that 0.966 is no 0.97."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def test_numbers_are_shown_to_three_digits() -> None:
     assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4)] == [
         "1,440",
-        "0.97",
+        "0.973",
         "2.31",
         "44.9",
         "182",

@@ -23,6 +23,7 @@ LOOKS = {
 BASE = arm(DIRECT, LIMITS[0])  # what limits and staging are held against
 # attribute -> (label, factor of its unit)
 RESOURCES = {
+    "threads": ("threads a block", 1.0),
     "registers": ("registers a thread", 1.0),
     "local_bytes": ("local bytes a thread", 1.0),
     "shared_bytes": ("shared bytes a block", 1.0),
@@ -90,7 +91,7 @@ def draw(rows: Table, context: style.Context) -> Figure:
             " kernel; at the ends, what going from limit 1 to 16 alone brings.",
         ]
         if resources:
-            text.append("Resources: 256 threads a block, a kernel a width of B, as the runtime states them.")
+            text.append("Resources: a kernel a width of B, as the runtime states them.")
         kernels.caption(figure, *text)
         return figure
 
