@@ -171,23 +171,17 @@ class DeferredFleet:
                 good &= result.path[part.start : part.stop] != FAILED
                 rows = zip(
                     members[part.start : part.stop].tolist(),
-                    ks[part.start : part.stop].tolist(),
-                    exported.a.unbind(),
-                    exported.b.unbind(),
+                    _pairs(exported, ks[part.start : part.stop]),
                     rounded.tolist(),
                     good.tolist(),
                     strict=True,
                 )
-                for index, width, a, b, error, accepted in rows:
+                for index, (a, b), error, accepted in rows:
                     adapter, module = loaded.modules[index]
                     if accepted and adapter.name in self._measured:
                         spectra = self._measured[adapter.name]
                         found[adapter.name, module.name] = Kept(
-                            a[:width],
-                            b[:, :width],
-                            error,
-                            spectra.sigma[module.name],
-                            spectra.paths[module.name],
+                            a, b, error, spectra.sigma[module.name], spectra.paths[module.name]
                         )
         return found
 
@@ -222,6 +216,22 @@ def _ordered_by(loaded: LoadedFleet, k: Tensor) -> tuple[LoadedFleet, list[Tenso
         members.append(loaded.members[number][order])
         kept.append(ks[order])
     return LoadedFleet(loaded.modules, loaded.groups, members, loaded.nbytes), kept
+
+
+def _pairs(part: Part, ks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A [k, d_in] and B [d_out, k] of each matrix of a part that is ordered by k [n], both contiguous.
+
+    Matrices of one k are cut to it together: a kernel for each would cost more than all else in an export.
+    """
+    start = 0
+    for k, count in zip(
+        *(found.tolist() for found in torch.unique_consecutive(ks, return_counts=True)), strict=True
+    ):
+        rows = slice(start, start + count)
+        yield from zip(
+            part.a[rows, :k].contiguous().unbind(), part.b[rows, :, :k].contiguous().unbind(), strict=True
+        )
+        start += count
 
 
 def _action_errors(group: Group, ordered: Part, exported: Part, ks: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class Drain:
                 slab, sent = slabs[turn % 2]
                 turn += 1
                 with torch.cuda.stream(stream):
-                    packed = torch.cat(pieces)
+                    packed = torch.cat(pieces).view(torch.uint8)
                     slab[: len(packed)].copy_(packed, non_blocking=True)
                     sent.record(stream)
                 under_way.append((slab[: len(packed)], sent))
@@ -103,20 +103,27 @@ def _arrived(piece: Tensor, sent: torch.cuda.Event) -> memoryview:
 
 
 def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Bytes of ``tensors`` in lists, of one device each, of at most ``size`` together."""
+    """``tensors`` in one dimension, in lists of one device and type each, of at most ``size`` bytes together.
+
+    ``size`` is to hold an element. There are hundreds of tensors a file, and few calls for each: the interpreter is
+    what writers share.
+    """
     batch: list[Tensor] = []
     room = size
     for tensor in tensors:
-        if batch and batch[0].device != tensor.device:
+        if batch and (batch[0].dtype != tensor.dtype or batch[0].device != tensor.device):
             yield batch
             batch, room = [], size
-        rest = tensor.reshape(-1).view(torch.uint8)
-        while len(rest):
-            piece, rest = rest[:room], rest[room:]
-            batch.append(piece)
-            room -= len(piece)
-            if room == 0:
-                yield batch
-                batch, room = [], size
+        rest, width, left = tensor.reshape(-1), tensor.element_size(), tensor.numel()
+        while left * width > room:
+            fits = room // width
+            if fits:
+                batch.append(rest[:fits])
+                rest, left = rest[fits:], left - fits
+            yield batch
+            batch, room = [], size
+        if left:
+            batch.append(rest)
+            room -= left * width
     if batch:
         yield batch
