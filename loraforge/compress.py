@@ -11,7 +11,7 @@ from loraforge.allocate.allocation import allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import allocate, problem_of
 from loraforge.config import Layout, Policy
-from loraforge.export.directions import CachedFleet, Source
+from loraforge.export.directions import Source, cached_source
 from loraforge.export.manifest import Manifest
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.writer import export_fleet
@@ -69,7 +69,7 @@ def compress(
             chosen = allocation_file(fleet_name(source), problem, allocation)
         if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
             say(warning)
-        # a deferred fleet builds its directions while it is exported
+        # on a GPU, directions are built while they are exported
         before = sum(stages.seconds.values())
         with stages("export"):
             manifest = export_fleet(fleet, factors, chosen, out, layouts=layouts, dtype=dtype, force=force)
@@ -82,12 +82,16 @@ def _factorised(
     fleet: Sequence[Adapter], cache: Path | None, out: Path, devices: Sequence[str], stages: Stages
 ) -> Iterator[Source]:
     if cache is not None:
-        yield CachedFleet(fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages))
+        yield cached_source(
+            fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages), stages=stages
+        )
         return
     backend = gpu.kernels() if len(devices) <= 1 else None
     with scratch_folder(out.resolve()) as scratch:
         if backend is None:
-            yield CachedFleet(fleet, factorise_fleet(fleet, scratch, devices=devices, stages=stages))
+            yield cached_source(
+                fleet, factorise_fleet(fleet, scratch, devices=devices, stages=stages), stages=stages
+            )
         else:
             from loraforge.export.deferred import DeferredFleet  # not imported where there is no GPU
 

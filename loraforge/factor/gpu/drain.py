@@ -13,6 +13,7 @@ from torch import Tensor
 from loraforge.tensor_file import host_views
 
 SLAB_BYTES = 32 << 20
+_WIDEST = 8  # bytes of an element
 
 
 def enter(device: torch.device) -> None:
@@ -29,9 +30,12 @@ class Drain:
     memory, twice a thread.
     """
 
-    def __init__(self, device: torch.device, *, slab_bytes: int = SLAB_BYTES) -> None:
-        self._device, self._size = device, slab_bytes
-        self._local = threading.local()
+    def __init__(
+        self, device: torch.device, *, slab_bytes: int = SLAB_BYTES, sharing: Drain | None = None
+    ) -> None:
+        """``sharing``: an earlier drain of this device, whose threads keep their streams and buffers for this one."""
+        self._device, self._size = device, max(slab_bytes, _WIDEST)
+        self._local: threading.local = threading.local() if sharing is None else sharing._local
         self._ready: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -105,7 +109,7 @@ def _arrived(piece: Tensor, sent: torch.cuda.Event) -> memoryview:
 def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
     """``tensors`` in one dimension, in lists of one device and type each, of at most ``size`` bytes together.
 
-    ``size`` is to hold an element. There are hundreds of tensors a file, and few calls for each: the interpreter is
+    ``size`` holds an element. There are hundreds of tensors a file, and few calls for each: the interpreter is
     what writers share.
     """
     batch: list[Tensor] = []
