@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,34 @@ def compress(
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
+    with _uncollected():
+        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave cycles alone: a fleet is hundreds of thousands of records, none in one, and each collection would go
+    through all of them while every thread waits."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _compress(
+    source: Sequence[Path],
+    budget: Budget,
+    out: Path,
+    cache: Path | None,
+    policy: Policy,
+    layouts: Sequence[Layout],
+    dtype: str,
+    force: bool,
+    devices: Sequence[str],
+) -> Compressed:
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
     refuse_to_replace(out, [*source] if cache is None else [*source, cache])

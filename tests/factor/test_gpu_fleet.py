@@ -18,7 +18,7 @@ from loraforge.factor import gpu
 from loraforge.factor.cache import CachedAdapter, cache_path
 from loraforge.factor.engine import factorise_adapter
 from loraforge.factor.fleet import factorise_fleet
-from loraforge.factor.gpu import entries, loader, shards
+from loraforge.factor.gpu import drain, entries, loader, shards
 from loraforge.factor.gpu.fleet import factorise_together
 from loraforge.factor.gpu.loader import load_fleet
 from loraforge.factor.gpu.ops import Emulated
@@ -27,6 +27,7 @@ from loraforge.factor.pool import worker_pool
 from loraforge.factor.stages import Stages
 from loraforge.files import sha256_file
 from loraforge.fleet.peft_io import Adapter, open_adapter, open_fleet
+from loraforge.tensor_file import host_views
 
 CPU = torch.device("cpu")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -315,3 +316,26 @@ def test_hashes_are_told_once(folders: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [adapter.weights_sha256 for adapter in fleet] == [
         sha256_file(adapter.weights_path) for adapter in fleet
     ]
+
+
+@pytest.mark.parametrize("size", [8, 60, 1 << 20])
+def test_what_is_drained_together_is_every_byte_in_order(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape, dtype in (
+            ((3, 5), torch.float64),
+            ((1, 1), torch.float64),
+            ((0, 4), torch.float32),
+            ((9, 7), torch.float32),
+            ((33, 5), torch.bfloat16),
+            ((1, 3), torch.bfloat16),
+        )
+    ]
+    tensors.insert(4, torch.randn(12, 9, generator=generator)[:, :4])
+    batches = list(drain._batches(tensors, size))
+    packed = [drain._packed(pieces) for pieces in batches]
+    assert all(0 < piece.nbytes <= size for piece in packed)
+    assert b"".join(host_views(packed)) == b"".join(host_views(tensors))
+    if size > 1 << 10:
+        assert [piece.dtype for piece in packed] == [torch.float64, torch.float32, torch.bfloat16]

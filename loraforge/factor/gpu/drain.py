@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from loraforge.tensor_file import host_views
 
@@ -73,12 +74,12 @@ class Drain:
                 if not pieces:
                     return
                 if pause:
-                    yield from host_views(pieces)
+                    yield from host_views([_packed(pieces)])
                     continue
                 slab, sent = slabs[turn % 2]
                 turn += 1
                 with torch.cuda.stream(stream):
-                    packed = torch.cat(pieces).view(torch.uint8)
+                    packed = _packed(pieces).view(torch.uint8)
                     slab[: len(packed)].copy_(packed, non_blocking=True)
                     sent.record(stream)
                 under_way.append((slab[: len(packed)], sent))
@@ -106,11 +107,19 @@ def _arrived(piece: Tensor, sent: torch.cuda.Event) -> memoryview:
     return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
-def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """``tensors`` in one dimension, in lists of one device and type each, of at most ``size`` bytes together.
+def _packed(pieces: Sequence[Tensor]) -> Tensor:
+    """The elements of ``pieces``, row-major, in one dimension.
 
-    ``size`` holds an element. There are hundreds of tensors a file, and few calls for each: the interpreter is
-    what writers share.
+    By one call: threads that go in and out of hundreds of small ones wait for the interpreter each time.
+    """
+    packed: Tensor = _flatten_dense_tensors(pieces)  # type: ignore[no-untyped-call]
+    return packed
+
+
+def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """``tensors``, large ones in pieces, in lists of one device and type each, of at most ``size`` bytes together.
+
+    ``size`` holds an element.
     """
     batch: list[Tensor] = []
     room = size
@@ -118,10 +127,11 @@ def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         if batch and (batch[0].dtype != tensor.dtype or batch[0].device != tensor.device):
             yield batch
             batch, room = [], size
-        rest, width, left = tensor.reshape(-1), tensor.element_size(), tensor.numel()
+        rest, width, left = tensor, tensor.element_size(), tensor.numel()
         while left * width > room:
             fits = room // width
             if fits:
+                rest = rest.reshape(-1)
                 batch.append(rest[:fits])
                 rest, left = rest[fits:], left - fits
             yield batch
