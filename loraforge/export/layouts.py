@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from loraforge.config import Layout
 
@@ -55,11 +56,7 @@ def pad_factors(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tens
     k = a.shape[0]
     if k == rank:
         return a, b
-    padded_a = a.new_zeros(rank, a.shape[1])
-    padded_b = b.new_zeros(b.shape[0], rank)
-    padded_a[:k] = a
-    padded_b[:, :k] = b
-    return padded_a, padded_b
+    return pad(a, (0, 0, 0, rank - k)), pad(b, (0, rank - k))
 
 
 def pattern_matches(key: str, name: str) -> bool:

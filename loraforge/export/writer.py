@@ -44,8 +44,10 @@ def write_adapter(
     """
     adapter = directions.adapter
     ranks = {module.name: ranks[module.name] for module in adapter.modules}
-    with adapter.reader() as reader:
-        passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
+    passthrough: dict[str, torch.Tensor] = {}
+    if adapter.passthrough:
+        with adapter.reader() as reader:
+            passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
     stored = {layout: module_ranks(layout, ranks) for layout in layouts}
     written: dict[Layout, Weights] = {}
     for layout in layouts:

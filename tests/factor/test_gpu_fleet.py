@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,35 @@ def test_loading_in_small_chunks_gives_every_module_its_tensors_and_every_adapte
     for adapter in (fleet[0], *fleet[2:]):
         assert adapter.hashed
         assert adapter.weights_sha256 == sha256_file(adapter.weights_path)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 4])
+def test_tensors_that_lie_at_odd_places_are_loaded_whole(
+    tmp_path: Path, make_adapter: MakeAdapter, lead: int
+) -> None:
+    folder = make_adapter(
+        tmp_path / "odd", dtype=torch.bfloat16, modules_to_save=["lm_head"],
+        extra={"base_model.model.lm_head.weight": torch.zeros(max(lead, 1), 1, dtype=torch.uint8)},
+    )  # fmt: skip
+    path = folder / "adapter_model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    saved = [key for key in tensors if "lm_head" in key]
+    order = [*saved, *(key for key in tensors if key not in saved)]
+    table, data = {}, b""
+    for key in order:
+        raw = b"" if key in saved and not lead else bytes(next(host_views([tensors[key]])))
+        shape = [0, 1] if not raw else list(tensors[key].shape)
+        dtype = "U8" if key in saved else "BF16"
+        table[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    loaded = load_fleet([open_adapter(folder)], CPU, Stages())
+    for group, members in zip(loaded.groups, loaded.members, strict=True):
+        for row, index in enumerate(members.tolist()):
+            module = loaded.modules[index][1]
+            assert torch.equal(group.a[row], tensors[module.a_key])
+            assert torch.equal(group.b[row], tensors[module.b_key])
 
 
 def test_a_file_cut_short_while_it_is_read(folders: Path, tmp_path: Path) -> None:
