@@ -147,7 +147,7 @@ def test_a_cached_fleet_is_exported_on_the_gpu_as_from_its_cache(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: type[Emulated]
 ) -> None:
     on_gpu(monkeypatch)
-    options = {"cache": tmp_path / "cache", "dtype": dtype}
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "dtype": dtype}
     monkeypatch.setattr(
         "loraforge.compress.cached_source", lambda fleet, entries, **_: CachedFleet(fleet, entries)
     )

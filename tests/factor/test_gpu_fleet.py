@@ -292,6 +292,7 @@ def test_shards_keep_the_order_and_leave_room_for_two(folders: Path) -> None:
     assert len(parts) > 1
     for part in parts:
         assert len(part) == 1 or 2 * sum(map(shards.adapter_bytes, part)) < sum(sizes)
+    assert shards.shards(fleet, sum(sizes), most=1) == [[adapter] for adapter in fleet]
     assert shards.shards(fleet, 1) == [[adapter] for adapter in fleet]
     assert shards.shards([], 1) == []
 

@@ -14,7 +14,7 @@ from loraforge.factor.gpu.drain import Drain
 from loraforge.factor.gpu.engine import Method
 from loraforge.factor.gpu.fleet import factorise_together
 from loraforge.factor.gpu.ops import Backend
-from loraforge.factor.gpu.shards import STREAMED_BYTES, device_room, fits, over_shards
+from loraforge.factor.gpu.shards import STREAMED_BYTES, fit_together, over_shards
 from loraforge.factor.pool import Pool
 from loraforge.factor.stages import Stages
 from loraforge.fleet.peft_io import Adapter
@@ -70,7 +70,7 @@ def build_on_gpu(
         return entry
 
     adapters = list(missing.values())
-    together = fits(adapters, device_room(backend.device))
+    together = fit_together(adapters, backend.device)
     drain = Drain(backend.device)
     with Background[CachedAdapter](writers_count) as writers:
         for shard in over_shards(

@@ -36,16 +36,17 @@ def device_room(device: torch.device) -> int:
     return room - min(WORKSPACE_BYTES, room // 3)
 
 
-def fits(adapters: Sequence[Adapter], room: int) -> bool:
-    """Whether all of a fleet may be on a device together."""
-    return sum(adapter_bytes(adapter) for adapter in adapters) <= room
+def fit_together(adapters: Sequence[Adapter], device: torch.device) -> bool:
+    """Whether all of a fleet may be on ``device`` at once."""
+    return sum(adapter_bytes(adapter) for adapter in adapters) <= device_room(device)
 
 
 def shards(adapters: Sequence[Adapter], room: int, most: int | None = None) -> list[list[Adapter]]:
     """Divide a fleet, in its order. One shard where all of it fits ``room`` bytes; otherwise each fits half, so that
     one is loaded while the one before is still written. An adapter that is larger goes alone, and so does one that
     is larger than ``most`` bytes, which no shard exceeds."""
-    limit = room if fits(adapters, room) else room // 2
+    whole = sum(adapter_bytes(adapter) for adapter in adapters)
+    limit = room if whole <= room else room // 2
     limit = limit if most is None else min(limit, most)
     found: list[list[Adapter]] = []
     used = 0
