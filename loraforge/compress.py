@@ -48,7 +48,7 @@ def compress(
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
-    ``cache`` keeps all factors, so that another budget costs only allocation and export. None keeps none: on one GPU
+    ``cache`` keeps all factors, so that another budget costs only allocation and export; one GPU, if any, exports. None keeps none: on one GPU
     only the directions that the budget keeps are then built, and nothing but the output is written; elsewhere
     factors are put beside ``out`` and removed. ``devices``: see :func:`~loraforge.factor.fleet.factorise_fleet`.
 

@@ -34,8 +34,10 @@ class Drain:
     def __init__(
         self, device: torch.device, *, slab_bytes: int = SLAB_BYTES, sharing: Drain | None = None
     ) -> None:
-        """``sharing``: an earlier drain of this device, whose threads keep their streams and buffers for this one."""
-        self._device, self._size = device, max(slab_bytes, _WIDEST)
+        """``sharing``: an earlier drain of this device, whose threads keep their streams and buffers, whatever
+        ``slab_bytes``, for this one."""
+        self._device = device
+        self._size = max(slab_bytes, _WIDEST) if sharing is None else sharing._size
         self._local: threading.local = threading.local() if sharing is None else sharing._local
         self._ready: torch.cuda.Event | None = None
         if device.type == "cuda":
