@@ -48,9 +48,10 @@ def compress(
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
-    ``cache`` keeps all factors, so that another budget costs only allocation and export; one GPU, if any, exports. None keeps none: on one GPU
-    only the directions that the budget keeps are then built, and nothing but the output is written; elsewhere
-    factors are put beside ``out`` and removed. ``devices``: see :func:`~loraforge.factor.fleet.factorise_fleet`.
+    ``cache`` keeps all factors, so that another budget costs only allocation and export, which a GPU does where there
+    is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
+    output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
+    :func:`~loraforge.factor.fleet.factorise_fleet`.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every

@@ -37,7 +37,7 @@ class Drain:
         """``sharing``: an earlier drain of this device, whose threads keep their streams and buffers, whatever
         ``slab_bytes``, for this one."""
         self._device = device
-        self._size = max(slab_bytes, _WIDEST) if sharing is None else sharing._size
+        self._size: int = max(slab_bytes, _WIDEST) if sharing is None else sharing._size
         self._local: threading.local = threading.local() if sharing is None else sharing._local
         self._ready: torch.cuda.Event | None = None
         if device.type == "cuda":
