@@ -24,6 +24,8 @@ TUNED_DECODE = {2: 4, 6: 12, 24: 48, 96: 144, 192: 512}
 TUNED_PREFILL = {160: 256, 384: 1024, 1536: 4096, 6144: 16384}
 MAX_RANK = 128
 ADAPTERS = 8
+# between the few adapters of the paper's grid and the many of a large fleet, which share a table's entry
+TUNED_ADAPTERS = {96: 24, 192: 16}
 SPECTRAL12 = "spectral12"  # the ranks of one layer of the shape fleet qwen50, allocated spectrally at 1/12
 
 
@@ -157,7 +159,8 @@ def tuning() -> Iterator[Case]:
     """What the tuner sees: token counts between those of :func:`sweep`, so that no operand is shared."""
     for projection, rank, (phase, counts) in product(PROJECTIONS, TUNED_RANKS, _TUNED):
         for tokens in counts:
-            yield Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
+            adapters = TUNED_ADAPTERS.get(tokens, ADAPTERS)
+            yield Case(projection, phase, tokens, min(adapters, tokens), rank, rank)
 
 
 def native_tuning() -> Iterator[Case]:

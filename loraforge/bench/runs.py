@@ -26,7 +26,7 @@ from loraforge.bench.native.sglang_triton_v2 import TritonV2
 from loraforge.bench.native.tiles import TunedTiles, lookup, read_tiles, write_tiles
 from loraforge.bench.native.vllm_ops import VllmOps
 from loraforge.bench.timing import Floors, measure_floors
-from loraforge.bench.tune import NATIVE_NAME, tune, tune_tiles
+from loraforge.bench.tune import NATIVE_NAME, kernels_of, tune, tune_tiles
 from loraforge.dispatch import Table, choose, choose_pair
 from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.evidence.targets.expand_ablation import DIRECT, LIMITS, STAGED, arm
@@ -38,6 +38,13 @@ SEED = 20261130
 TUNING_SEED = 20261201  # other operands than the reported run's
 TARGET: dict[Op, str] = {"shrink": "shrink_ablation", "expand": "expand_ablation", "lora": "dispatch"}
 GROUPS = ("layer", "sweep", "ablation")
+
+TUNED = "_tuned"
+SHIPPED_RANKS = (8, 64)  # of the sweep, where kernels run by their shipped tiles beside the tuned ones
+COMPILED_RANKS, COMPILED_TOKENS = (
+    (8, 64, 128),
+    (96, 1536),
+)  # tuned cases that meet every kernel Triton compiles
 
 DECODE = Choice(Kernel("direct"), Kernel("row_expand"))
 PREFILL = Choice(Kernel("triton"), Kernel("triton"), tile=64)
@@ -57,8 +64,8 @@ class Setup:
         found: list[Arm] = [Csgmv(self.engines), TritonV2(self.engines), VllmOps(self.engines)]
         if self.tiles is not None:
             tuned = read_tiles(self.tiles)
-            found.append(Csgmv(self.engines, "csgmv_tuned", lookup(tuned, "csgmv")))
-            found.append(VllmOps(self.engines, "vllm_tuned", lookup(tuned, "vllm")))
+            found.append(Csgmv(self.engines, f"csgmv{TUNED}", lookup(tuned, "csgmv")))
+            found.append(VllmOps(self.engines, f"vllm{TUNED}", lookup(tuned, "vllm")))
         return found
 
     def arms(self) -> list[Arm]:
@@ -71,7 +78,13 @@ class Setup:
             Ours("fused", lambda op, case: FUSED if op == "lora" and case.phase == "decode" else None),
         ]
         if self.table is not None:
-            found.append(Ours("auto", automatic(self.table), natives[-2] if self.tiles else natives[0]))
+            found.append(
+                Ours(
+                    "auto",
+                    automatic(self.table),
+                    next(n for n in reversed(natives) if n.name.startswith("csgmv")),
+                )
+            )
         return found
 
 
@@ -158,6 +171,10 @@ def run_kernels(
         wanted = [case for layer in layers for case in layer.cases] if "layer" in groups else []
         wanted += [work.case for work in grids.sweep()] if "sweep" in groups else []
         compile_ahead(setup, wanted, workers)
+        if setup.table is not None:
+            chosen = automatic(setup.table)
+            ops: tuple[Op, ...] = ("shrink", "expand", "lora")
+            compile_choices([(op, case, chosen(op, case)) for case in wanted for op in ops], workers)
     bench = Workbench(device, SEED, ranks=ranks, flushed=flushed)
     journals = {op: Journal(Path(out) / f"{target}.jsonl", budget_s) for op, target in TARGET.items()}
     floors = measure_floors(bench.timer, device)
@@ -176,7 +193,12 @@ def run_kernels(
                 _sequence(bench, layer.cases, arms, floors, journals["lora"], note, say)
     if "sweep" in groups and whole:
         note = {"group": "sweep", "layer": None}
-        whole &= run_works(bench, grids.sweep(), arms, floors, journals, note=note, say=say)
+        tuned = {each.name for each in arms if each.name.endswith(TUNED)}
+
+        def untuned(each: Arm, case: Case) -> bool:
+            return each.name + TUNED in tuned and case.rank not in SHIPPED_RANKS
+
+        whole &= run_works(bench, grids.sweep(), arms, floors, journals, note=note, skip=untuned, say=say)
     if "ablation" in groups and whole:
         competing = [each for each in arms if each.name.startswith("csgmv")] + ablated()
         note = {"group": "ablation", "layer": None}
@@ -234,16 +256,24 @@ def run_tuning(
 ) -> Table:
     """Tune the engines' tiles, then our kernels against them; write both files.
 
-    Three blocks, warm and flushed, of which the geometric mean counts.
+    Whole updates by three blocks, warm and flushed, of which the geometric mean counts; single products, of which
+    there are many, by two warm ones. The native path that a table may choose is CSGMV, tuned.
     """
     device = _device()
     bench = Workbench(device, TUNING_SEED, blocks=3)
+    quick = Workbench(device, TUNING_SEED, blocks=2, flushed=False)
     engines: dict[str, tuple[Any, Mapping[Any, Any]]] = {
         "csgmv": (Csgmv, sglang_csgmv.TILES),
         "vllm": (VllmOps, vllm_ops.TILES),
     }
     if workers:
         compile_ahead(setup, list(grids.native_tuning()), workers, tuning=True)
+        shapes = [
+            case for case in grids.tuning() if case.rank in COMPILED_RANKS and case.tokens in COMPILED_TOKENS
+        ]
+        compile_choices(
+            [(op, case, choice) for case in shapes for op, choice in kernels_of(case.phase)], workers
+        )
     found: list[TunedTiles] = []
     for engine, (kind, tried) in engines.items():
 
@@ -254,22 +284,25 @@ def run_tuning(
                 kind(setup.engines, str(index), lambda op, case, tiles=option: tiles)
                 for index, option in enumerate(options)
             ]
-            times = _times(bench, op, case, arms)
+            times = _times(quick, op, case, arms)
             return [times.get(str(index)) for index in range(len(options))]
 
         found += tune_tiles(engine, grids.native_tuning(), tried, measure)
         say(f"{engine}: tiles of {sum(item.engine == engine for item in found)} kernels")
     write_tiles(tiles, found)
-    natives = Setup(setup.engines, None, tiles).natives()
+    native = next(
+        each for each in Setup(setup.engines, None, tiles).natives() if each.name == f"csgmv{TUNED}"
+    )
 
     def compare(op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
         ours: list[Arm] = [
             Ours(name, lambda op, case, choice=choice: choice)  # type: ignore[misc]
             for name, choice in choices.items()
         ]
-        times = _times(bench, op, case, [*natives, *ours] if op == "lora" else ours)
-        best = [times.pop(each.name) for each in natives if each.name in times]
-        return times | ({NATIVE_NAME: min(best)} if best else {})
+        if op != "lora":
+            return _times(quick, op, case, ours)
+        times = _times(bench, op, case, [native, *ours])
+        return times | ({NATIVE_NAME: times.pop(native.name)} if native.name in times else {})
 
     entries = []
     for case in grids.tuning():
@@ -286,10 +319,11 @@ def run_tuning(
 
 
 def _times(bench: Workbench, op: Op, case: Case, arms: Sequence[Arm]) -> dict[str, float]:
-    """The geometric mean of warm and flushed medians, of the arms that pass their check."""
+    """The geometric mean of warm and, where there are some, flushed medians, of the arms that pass their check."""
     return {
         record["arm"]: math.sqrt(
-            statistics.median(record["warm_us"]) * statistics.median(record["flushed_us"])
+            statistics.median(record["warm_us"])
+            * statistics.median(record["flushed_us" if "flushed_us" in record else "warm_us"])
         )
         for record in bench.cell(op, bench.operands(case), arms)
         if record["passed"]
@@ -310,6 +344,8 @@ def _compile(setup: Setup, cases: Sequence[Case], tuning: bool) -> None:
     if tuning:
         for (op, phase), tried in sglang_csgmv.TILES.items():
             arms += [Csgmv(setup.engines, "", _for(op, phase, option)) for option in tried]
+        for (op, phase), tried in vllm_ops.TILES.items():
+            arms += [VllmOps(setup.engines, "", _for(op, phase, option)) for option in tried]
     for case in cases:
         if case.mix is not None:
             continue
@@ -320,6 +356,31 @@ def _compile(setup: Setup, cases: Sequence[Case], tuning: bool) -> None:
                 torch.cuda.synchronize()
             except Exception:  # the benchmark itself records what fails
                 continue
+
+
+def compile_choices(jobs: Sequence[tuple[Op, Case, Choice]], workers: int) -> None:
+    """Compile our Triton kernels likewise, each once a number of slices and a capacity."""
+    distinct: dict[str, tuple[Op, Case, Choice]] = {}
+    for op, case, choice in jobs:
+        kernels = (choice.shrink, choice.expand)
+        if case.mix is None and any(kernel is not None and kernel.backend == "triton" for kernel in kernels):
+            shape = f"{len(case.projection.channels)} {case.capacity}"
+            distinct.setdefault(f"{op} {shape} {choice.to_json()}", (op, case, choice))
+    parts = [list(distinct.values())[index::workers] for index in range(workers)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_compile_choices, parts)
+
+
+def _compile_choices(jobs: Sequence[tuple[Op, Case, Choice]]) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    bench = Workbench(_device(), SEED)
+    for op, case, choice in jobs:
+        arm: Arm = Ours("", lambda op, case, choice=choice: choice)  # type: ignore[misc]
+        try:
+            arm.prepare(op, bench.operands(case)).run()
+            torch.cuda.synchronize()
+        except Exception:  # the benchmark itself records what fails
+            continue
 
 
 def _for(op: Op, phase: str, tiles: Mapping[str, int]) -> Callable[[Op, Case], Mapping[str, int] | None]:

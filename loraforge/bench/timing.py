@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-GRAPH_US = 150.0  # what a graph of many launches should take: long beside the gap between two replays
-MAX_LAUNCHES = 40
+GRAPH_US = 100.0  # what a graph of many launches should take: long beside the gap between two replays
+MAX_LAUNCHES = 20
 BLOCKS = 5
 FLUSHES = 3
 

@@ -37,46 +37,102 @@ def _kernels(backend: str, *options: Mapping[str, int]) -> tuple[Kernel, ...]:
     return tuple(Kernel(backend, dict(each)) for each in options)
 
 
-# variants as kernels/include/loraforge/lora/{shrink,fused}.cuh and kernels/csrc/lora/row_expand.cu number them
-_WARPS = tuple((kernel, 1) for kernel in _kernels("direct", *({"variant": v} for v in (1, 2, 3, 5))))
-_SEGMENTS = tuple(
-    (kernel, planes)
-    for kernel in _kernels("direct", *({"variant": v} for v in (11, 12, 14, 16)))
-    for planes in (1, 2, 4)
-)
-_ROWS = _kernels("row_expand", *({"variant": v} for v in (0, 1, 2, 3, 4, 5, 8, 10, 15)))
-_FUSED = tuple((kernel, 1) for kernel in _kernels("fused", *({"variant": v} for v in (2, 5, 7, 12, 15, 17))))
-_TRITON_SHRINKS = tuple(
-    (kernel, planes)
-    for kernel in _kernels(
-        "triton",
-        {"early": 1},
-        {"early": 1, "block_k": 64, "stages": 4},
-        {"early": 1, "block_m": 32},
-        {"early": 1, "block_m": 16, "block_k": 256},
-    )
-    for planes in (1, 2, 4)
-)
-_TRITON_EXPANDS = _kernels(
-    "triton",
-    {"early": 1},
-    {"early": 1, "blocks": 1},
-    {"early": 1, "blocks": 2},
-    {"early": 1, "block_m": 32},
-    {"early": 1, "block_n": 256, "warps": 8},
-    {"early": 1, "block_n": 64, "blocks": 8},
+# variants as kernels/include/loraforge/lora/shrink.cuh and kernels/csrc/lora/{row_expand,fused}.cu number them
+def _planes(kernels: Iterable[Kernel], *planes: int) -> tuple[tuple[Kernel, int], ...]:
+    return tuple((kernel, count) for kernel in kernels for count in planes)
+
+
+def _variants(backend: str, *variants: int) -> tuple[Kernel, ...]:
+    return _kernels(backend, *({"variant": variant} for variant in variants))
+
+
+def _shrinks(*shapes: tuple[int, int, int, int, int]) -> tuple[Kernel, ...]:
+    """Triton shrinks by block_m, narrow, block_k, stages and columns."""
+    names = ("block_m", "narrow", "block_k", "stages", "columns")
+    return _kernels("triton", *(dict(zip(names, shape, strict=True)) | {"early": 1} for shape in shapes))
+
+
+def _expands(*shapes: tuple[int, int, int, int, int]) -> tuple[Kernel, ...]:
+    """Triton expands by block_m, block_n, warps, registers and blocks."""
+    names = ("block_m", "block_n", "warps", "registers", "blocks")
+    return _kernels("triton", *(dict(zip(names, shape, strict=True)) | {"early": 1} for shape in shapes))
+
+
+_SEGMENTED = _planes(_variants("direct", 11), 1, 2, 3, 4) + _planes(_variants("direct", 12, 16), 1, 2, 4)
+_DECODE = Candidates(
+    16,
+    _planes(_variants("direct", 1), 1) + _planes(_variants("direct", 5, 7), 1, 2, 4) + _SEGMENTED,
+    _variants("row_expand", 4, 5, 6, 7, 8, 16),
+    _planes(_variants("fused", 405, 505), 1, 4)
+    + _planes(_variants("fused", 611), 1, 2, 4)
+    + _planes(_variants("fused", 411, 711, 612, 616), 1)
+    + _planes(_variants("fused", 612), 2),
 )
 CANDIDATES: dict[str, tuple[Candidates, ...]] = {
     "decode": (
-        Candidates(16, _WARPS + _SEGMENTS, _ROWS, _FUSED),
-        Candidates(16, _TRITON_SHRINKS[-3:], _TRITON_EXPANDS[:3]),
+        _DECODE,
+        Candidates(
+            16,
+            _planes(_shrinks((16, 32, 256, 3, 1)), 4, 8),
+            _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2)),
+        ),
+        Candidates(
+            64,
+            _planes(_shrinks((64, 32, 64, 4, 1), (64, 16, 128, 4, 1)), 8),
+            _expands((16, 128, 4, 80, 1), (32, 128, 4, 96, 1), (32, 128, 4, 96, 2)),
+        ),
     ),
     "prefill": (
-        Candidates(16, _SEGMENTS[:4], _ROWS[:3], _FUSED[:2]),
-        Candidates(64, _TRITON_SHRINKS, _TRITON_EXPANDS),
-        Candidates(128, _TRITON_SHRINKS[:6], _TRITON_EXPANDS),
+        Candidates(
+            16,
+            _planes(_variants("direct", 11), 1, 2) + _planes(_variants("direct", 12), 1),
+            _variants("row_expand", 4, 6),
+            _planes(_variants("fused", 611), 1, 2),
+        ),
+        Candidates(
+            64,
+            _planes(_shrinks((64, 32, 128, 3, 1), (16, 32, 256, 3, 1)), 1, 2, 8)
+            + _planes(_shrinks((64, 16, 128, 4, 1)), 2, 4, 8)
+            + _planes(_shrinks((64, 32, 64, 4, 1)), 8)
+            + _planes(_shrinks((32, 32, 128, 3, 3)), 1, 2, 4),
+            _expands(
+                (64, 64, 4, 128, 4),
+                (64, 64, 4, 128, 8),
+                (64, 128, 4, 168, 1),
+                (64, 128, 4, 168, 2),
+                (64, 128, 4, 168, 4),
+                (32, 128, 4, 96, 1),
+                (32, 128, 4, 96, 2),
+                (32, 128, 4, 96, 4),
+                (32, 128, 4, 96, 8),
+                (16, 128, 4, 80, 1),
+                (16, 128, 4, 80, 8),
+                (64, 64, 8, 80, 2),
+            ),
+        ),
     ),
 }
+
+
+def kernels_of(phase: str) -> list[tuple[Op, Choice]]:
+    """Every candidate of a phase that Triton compiles, with each number of planes it may meet."""
+    found: dict[str, tuple[Op, Choice]] = {}
+    for group in CANDIDATES[phase]:
+        counts = sorted({planes for _, planes in group.shrinks})
+        jobs: list[tuple[Op, Choice]] = [
+            ("shrink", Choice(kernel, group.expands[0], group.tile, planes))
+            for kernel, planes in group.shrinks
+        ]
+        jobs += [
+            ("expand", Choice(group.shrinks[0][0], kernel, group.tile, planes))
+            for kernel in group.expands
+            for planes in counts
+        ]
+        for op, choice in jobs:
+            kernel = choice.shrink if op == "shrink" else choice.expand
+            if kernel is not None and kernel.backend == "triton":
+                found[f"{op} {choice.to_json()}"] = (op, choice)
+    return list(found.values())
 
 
 def tune(

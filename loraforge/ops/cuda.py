@@ -1,4 +1,4 @@
-"""The decode kernels by ctypes, on the current stream: plan, direct shrink, RowExpand, and both in one launch.
+"""The decode kernels by ctypes, on the current stream: plan, shrink, RowExpand, and both in one call.
 
 Thin on purpose: operands are checked by the public ops (:mod:`loraforge.ops`), here only for what a kernel cannot do.
 Nothing is allocated and nothing is read back, so that every call can be captured into a CUDA graph.
@@ -20,7 +20,7 @@ from loraforge.ops.plan import Plan
 
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 MAX_TILE = 16  # rows of a segment that kernels on segments take
-DIRECT = range(1, 8)  # variants of shrink that go by tokens alone
+DIRECT = (1, 5, 7)  # variants of shrink that go by tokens alone
 Slices = Sequence[tuple[int, int]]
 
 _POINTER, _INT, _WIDE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -37,8 +37,8 @@ _PROTOTYPES: dict[str, list[Any]] = {
         *(*_PLAN, _POINTER, _WIDE, _INT, _INT, _INT, _POINTER),
     ],
     "lf_lora_fused": [
-        *(_POINTER, _WIDE, _INT, _POINTER, _POINTER, _POINTER, *_SLICES, _INT),
-        *(*_PLAN, _POINTER, _INT, _INT, _POINTER, _WIDE, _POINTER, _INT, _POINTER),
+        *(_POINTER, _WIDE, _INT, _POINTER, _POINTER, _POINTER, *_SLICES, _INT, _POINTER),
+        *(*_PLAN, _POINTER, _INT, _INT, _POINTER, _WIDE, _INT, _POINTER),
     ],
 }
 
@@ -92,7 +92,8 @@ def expand(
     """``y`` += scale Z B^T by RowExpand: thread-owned rows of B, reused over the tokens of a segment.
 
     ``tile_limit``: most rows of a segment that share one load of B (1, 4, 8 or 16); ``staged``: whether Z goes through
-    shared memory. ``variant``: a number of kernels/include/loraforge/lora/row_expand.cuh, 0 for the default.
+    shared memory; without, ``z`` is one plane of 16-byte rows. ``variant``: a number of
+    kernels/include/loraforge/lora/row_expand.cuh, 0 for the default.
     """
     planes, tokens, count, capacity = z.shape
     if tokens:
@@ -127,34 +128,31 @@ def lora(
     sync: Tensor | None,
     variant: int = 0,
 ) -> None:
-    """``y`` += scale (X A^T) B^T in one call: one launch, or two that overlap.
+    """``y`` += scale (X A^T) B^T in one call: a shrink and a RowExpand whose launches overlap.
 
-    ``z``: workspace [planes, T, slices, capacity] FP32. ``sync``: int32 of at least :func:`sync_words`, zeroed once,
-    used by one stream at a time; None where the variant needs none. ``variant``: a number of
-    kernels/include/loraforge/lora/fused.cuh, 0 for the default. ``plan.tile`` is at most 16.
+    ``z``: workspace [planes, T, slices, capacity] FP32. ``sync``: for kernels of one launch; these use none of it.
+    ``variant``: a shrink's + 100 times a RowExpand's, 0 for the defaults. ``plan.tile`` is at most 16.
     """
     _aligned("x", x, 16, x.stride(0))
     if plan.tile > MAX_TILE:
         raise _too_tall(plan)
+    del sync
     planes, tokens, count, capacity = z.shape
-    if sync is not None and sync.numel() < sync_words(plan, count):
-        raise LoraForgeError(
-            f"{sync.numel()} words", key="sync", remedy=f"give {sync_words(plan, count)} int32 zeros"
-        )
     if tokens:
         first, channels = _extents(tuple(slices))
         _call(
             "lf_lora_fused",
             x,
             *(x.data_ptr(), x.stride(0), _dtype(x), a.data_ptr(), b.data_ptr(), table.data_ptr()),
-            *(count, first, channels, x.shape[1], *_plan(plan), z.data_ptr(), capacity, planes),
-            *(y.data_ptr(), y.stride(0), None if sync is None else sync.data_ptr(), variant),
+            *(count, first, channels, x.shape[1], plan.token_slots.data_ptr(), *_plan(plan)),
+            *(z.data_ptr(), capacity, planes, y.data_ptr(), y.stride(0), variant),
         )
 
 
 def sync_words(plan: Plan, slices: int) -> int:
-    """How many int32 words :func:`lora` synchronises through, for plans of this capacity."""
-    return 2 * plan.segment_capacity * slices
+    """How many int32 words :func:`lora` synchronises through: none, since it overlaps two launches."""
+    del plan, slices
+    return 0
 
 
 @cache

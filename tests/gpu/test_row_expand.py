@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 DTYPES = [torch.bfloat16, torch.float16]
-SHAPES, DIRECT_SHAPES, GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 9), (0, 3, 9), range(4)
-VARIANTS = [shape + 10 * grid for shape in SHAPES for grid in GRIDS]
+SHAPES, DIRECT_SHAPES = (1, 3, 4, 5, 6, 7, 8, 9), (3,)
+VARIANTS = [0, *SHAPES, *(shape + 10 for shape in SHAPES), 26]
 LIMITS = (1, 4, 8, 16, 32)
 
 
@@ -134,14 +134,14 @@ def test_every_rank_in_every_layout(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_tile_limits_and_staging_agree_bit_for_bit(variant: int) -> None:
     ranks = [[3, 16, 1], [8, 0, 2], [64, 33, 5], [12, 128, 31], [0, 0, 0]]
-    for tile, dtype in itertools.product((16, 64), DTYPES):
-        case = make(150, ranks, [1032, 264, 520], dtype=dtype, planes=2, tile=tile)
+    for tile, dtype, planes in itertools.product((16, 64), DTYPES, (1, 2)):
+        case = make(150, ranks, [1032, 264, 520], dtype=dtype, planes=planes, tile=tile)
         first = case.run()
         if variant == 0:
             case.check(first)
         for limit in LIMITS:
             assert torch.equal(case.run(limit, 1, variant), first), (tile, limit)
-            if variant % 10 in DIRECT_SHAPES:
+            if variant % 10 in DIRECT_SHAPES and planes == 1:
                 assert torch.equal(case.run(limit, 0, variant), first), (tile, limit, "direct")
 
 
@@ -224,6 +224,6 @@ def test_attributes_and_what_is_not_supported() -> None:
         assert local >= 0
         assert blocks >= 2
     case = make(4, [[1]], [8])
-    for limit, variant in ((0, 0), (33, 0), (16, 99), (16, -1)):
+    for limit, variant in ((0, 0), (33, 0), (16, 2), (16, 36), (16, -1)):
         with pytest.raises(LoraForgeError, match="unsupported"):
             case.run(limit, 1, variant)

@@ -1,5 +1,6 @@
 // Launchers of RowExpand; see row_expand.cuh.
 #include "loraforge/lora/row_expand.cuh"
+#include "loraforge/lora/launch.h"
 
 #include <atomic>
 #include <type_traits>
@@ -8,35 +9,24 @@ namespace lf {
 namespace row_expand {
 namespace {
 
-// Variants: shape + 10 * grid. Shapes, in threads x adjacent columns x groups (widest resident bucket), blocks at once:
-//   0  128 x 4 x 1  (8) 5    1  128 x 2 x 1 (16) 6    2  128 x 8 x 1  (8) 3    3  256 x 1 x 1 (64) 2: every bucket resident
-//   4  128 x 4 x 1 (16) 4    5   64 x 4 x 1  (8) 10   6  128 x 2 x 2  (8) 5    7  128 x 2 x 1  (8) 7
-//   9  128 x 1 x 4  (8) 4: what any other becomes where rows of Y are not aligned for it
-// Grids: 0 as many blocks as fit at once, 1 a block an item, 2 half of 0, 3 twice 0.
-// Z straight from global memory (staged = 0) is there for the ablation, with shapes 0, 3 and 9 alone.
+// Shapes by the numbers that row_expand.cuh lists; the last one suits any alignment of Y.
 using Narrow = Shape<128, 1, 4, 8, 4>;
-constexpr int kGrids = 4;
+constexpr int kGrids = 3;
 
 template <class Body>
 int with_shape(int index, bool staged, Body&& body) {
     using Staged = std::true_type;
-    if (!staged) {
-        switch (index) {
-            case 0: return body(Shape<128, 4, 1, 8, 4>{}, std::false_type{});
-            case 3: return body(Shape<256, 1, 1, 64, 2>{}, std::false_type{});
-            case 9: return body(Narrow{}, std::false_type{});
-            default: return kUnsupported;
-        }
-    }
+    using Paper = Shape<256, 1, 1, 64, 2>;
+    if (!staged) return index == 3 ? body(Paper{}, std::false_type{}) : kUnsupported;
     switch (index) {
-        case 0: return body(Shape<128, 4, 1, 8, 5>{}, Staged{});
         case 1: return body(Shape<128, 2, 1, 16, 6>{}, Staged{});
-        case 2: return body(Shape<128, 8, 1, 8, 3>{}, Staged{});
-        case 3: return body(Shape<256, 1, 1, 64, 2>{}, Staged{});
+        case 3: return body(Paper{}, Staged{});
         case 4: return body(Shape<128, 4, 1, 16, 4>{}, Staged{});
         case 5: return body(Shape<64, 4, 1, 8, 10>{}, Staged{});
+        case 0:
         case 6: return body(Shape<128, 2, 2, 8, 5>{}, Staged{});
-        case 7: return body(Shape<128, 2, 1, 8, 7>{}, Staged{});
+        case 7: return body(Shape<128, 2, 2, 16, 4>{}, Staged{});
+        case 8: return body(Shape<64, 2, 2, 8, 10>{}, Staged{});
         case 9: return body(Narrow{}, Staged{});
         default: return kUnsupported;
     }
@@ -81,9 +71,8 @@ int run(Arguments p, int grid, void* stream) {
     p.split_shift = 0;
     while (p.split_shift < 6 && (int64_t(p.segment_capacity) * p.limit << p.split_shift) < p.tokens) ++p.split_shift;
     const int64_t units = int64_t(p.segment_capacity) << p.split_shift;
-    int64_t blocks = int64_t(resident_blocks<T, S, staged>(shared)) * lora::processors();
-    if (grid == 2) blocks /= 2;
-    if (grid == 3) blocks *= 2;
+    const int resident = resident_blocks<T, S, staged>(shared);
+    const int64_t blocks = int64_t(grid == 2 && resident > 1 ? resident - 1 : resident) * lora::processors();
     int64_t strides = grid == 1 ? units : blocks / column_blocks;
     if (strides > units) strides = units;
     if (strides > 65535) strides = 65535;
@@ -107,6 +96,45 @@ bool suits(const Arguments& p) {
 }  // namespace row_expand
 }  // namespace lf
 
+int lf::row_expand::start(const float* z, int z_capacity, int planes, const void* b, const void* table, int slices,
+                          const int* slice_first, const int* slice_channels, int dtype, const int* order,
+                          const int* segments, const int* count, int segment_capacity, int tokens, void* y,
+                          int64_t y_stride, int tile_limit, int staged, int variant, bool follows, void* stream) {
+    using namespace lf;
+    using namespace lf::row_expand;
+    lora::Slices given;
+    if (!lora::make_slices(given, slices, slice_first, slice_channels) || z_capacity < 1 || planes < 1 ||
+        tile_limit < 1 || tile_limit > kMaxRows || variant < 0 || variant / 10 >= kGrids || segment_capacity < 0 ||
+        tokens < 0 || y_stride < 0 || y_stride > 0x7fffffff ||
+        int64_t(tokens) * slices * z_capacity * planes > 0x7fffffff || !aligned(b, 16) || !aligned(table, 16) ||
+        !aligned(segments, 16))
+        return kUnsupported;
+    if (!staged && (planes > 1 || z_capacity % 4 != 0 || !aligned(z, 16))) return kUnsupported;
+    if (segment_capacity == 0 || tokens == 0) return kOk;
+    Arguments p{};
+    p.z = z, p.z_capacity = z_capacity, p.planes = planes;
+    p.z_row = slices * z_capacity, p.z_plane = tokens * p.z_row;
+    p.b = static_cast<const uint16_t*>(b), p.table = static_cast<const lora::Slot*>(table), p.slices = slices;
+    for (int i = 0; i < slices; ++i) {
+        if (given.first[i] < 0 || given.channels[i] < 0) return kUnsupported;
+        p.first[i] = given.first[i], p.channels[i] = given.channels[i];
+    }
+    p.order = order, p.segments = reinterpret_cast<const int4*>(segments), p.count = count;
+    p.segment_capacity = segment_capacity, p.tokens = tokens, p.limit = tile_limit, p.follows = follows;
+    p.y = static_cast<uint16_t*>(y), p.y_stride = static_cast<unsigned>(y_stride);
+    return lora::with_half(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto with = [&](auto shape, auto tile) {
+            using S = decltype(shape);
+            constexpr bool kStaged = decltype(tile)::value;
+            if constexpr (S::vector > 1)
+                if (!suits<S>(p)) return run<T, Narrow, kStaged>(p, variant / 10, stream);
+            return run<T, S, kStaged>(p, variant / 10, stream);
+        };
+        return with_shape(variant % 10, staged != 0, with);
+    });
+}
+
 // y[token, slice_first + n] += scale * sum_k (sum_planes z)[token, slice, k] * b[n, k], for the tokens of the plan.
 // z FP32 [planes, tokens, slices, z_capacity]; b, y 16-bit of `dtype`; b 16-byte aligned; tile_limit 1 to 32 rows an
 // item. Returns 0, an error of the runtime, or -1 for arguments that are not supported.
@@ -114,36 +142,9 @@ LF_API int lf_lora_row_expand(const float* z, int z_capacity, int planes, const 
                               const int* slice_first, const int* slice_channels, int dtype, const int* order,
                               const int* segments, const int* count, int segment_capacity, int tokens, void* y,
                               int64_t y_stride, int tile_limit, int staged, int variant, void* stream) {
-    using namespace lf;
-    using namespace lf::row_expand;
-    lora::Slices given;
-    if (!lora::make_slices(given, slices, slice_first, slice_channels) || z_capacity < 1 || planes < 1 ||
-        tile_limit < 1 || tile_limit > kMaxRows || variant < 0 || variant / 10 >= kGrids || segment_capacity < 0 ||
-        tokens < 0 || y_stride < 0 || y_stride > 0x7fffffff ||
-        int64_t(tokens) * slices * z_capacity * planes > 0x7fffffff || !aligned(b, 16) || !aligned(table, 16) || !aligned(segments, 16))
-        return kUnsupported;
-    if (segment_capacity == 0 || tokens == 0) return kOk;
-    Arguments p{};
-    p.z = z, p.z_capacity = z_capacity, p.planes = planes;
-    p.z_row = slices * z_capacity, p.z_plane = tokens * p.z_row;
-    p.z_vectors = z_capacity % 4 == 0 && aligned(z, 16);
-    p.b = static_cast<const uint16_t*>(b), p.table = static_cast<const lora::Slot*>(table), p.slices = slices;
-    for (int i = 0; i < slices; ++i) {
-        if (given.first[i] < 0 || given.channels[i] < 0) return kUnsupported;
-        p.first[i] = given.first[i], p.channels[i] = given.channels[i];
-    }
-    p.order = order, p.segments = reinterpret_cast<const int4*>(segments), p.count = count;
-    p.segment_capacity = segment_capacity, p.tokens = tokens, p.limit = tile_limit;
-    p.y = static_cast<uint16_t*>(y), p.y_stride = static_cast<unsigned>(y_stride);
-    return lora::with_half(dtype, [&](auto type) {
-        using T = decltype(type);
-        const auto start = [&](auto shape, auto tile) {
-            using S = decltype(shape);
-            return suits<S>(p) ? run<T, S, decltype(tile)::value>(p, variant / 10, stream)
-                               : run<T, Narrow, decltype(tile)::value>(p, variant / 10, stream);
-        };
-        return with_shape(variant % 10, staged != 0, start);
-    });
+    return lf::row_expand::start(z, z_capacity, planes, b, table, slices, slice_first, slice_channels, dtype, order,
+                                 segments, count, segment_capacity, tokens, y, y_stride, tile_limit, staged, variant,
+                                 false, stream);
 }
 
 // What the compiler made of a variant (BF16) and how many of its blocks a multiprocessor holds at a tile limit of 16.
@@ -160,10 +161,10 @@ LF_API int lf_lora_row_expand_attributes(int bucket, int staged, int variant, in
         const auto entry = kernel<bf16, S, kStaged>;
 #if LF_HIP
         hipFuncAttributes found{};
-        const error_t error = hipFuncGetAttributes(&found, reinterpret_cast<const void*>(entry));
+        const lf::error_t error = hipFuncGetAttributes(&found, reinterpret_cast<const void*>(entry));
 #else
         cudaFuncAttributes found{};
-        const error_t error = cudaFuncGetAttributes(&found, entry);
+        const lf::error_t error = cudaFuncGetAttributes(&found, entry);
 #endif
         if (error != kOk) return static_cast<int>(error);
         const int width = bucket > S::resident ? bucket : S::resident;

@@ -39,18 +39,12 @@ template <class T>
 int start(const Operands<T>& in, int capacity, int planes, int variant, void* stream) {
     switch (variant == 0 ? kDefault : variant) {
         case 1: return start_direct<1, 1>(in, planes, stream);
-        case 2: return start_direct<2, 1>(in, planes, stream);
-        case 3: return start_direct<4, 1>(in, planes, stream);
-        case 4: return start_direct<8, 1>(in, planes, stream);
         case 5: return start_direct<1, 4>(in, planes, stream);
-        case 6: return start_direct<4, 4>(in, planes, stream);
         case 7: return start_direct<8, 4>(in, planes, stream);
 #if !LF_HIP
         case 11: return start_segmented<1, 8>(in, capacity, planes, stream);
         case 12: return start_segmented<2, 8>(in, capacity, planes, stream);
-        case 13: return start_segmented<4, 8>(in, capacity, planes, stream);
         case 14: return start_segmented<1, 4>(in, capacity, planes, stream);
-        case 15: return start_segmented<2, 4>(in, capacity, planes, stream);
         case 16: return start_segmented<1, 16>(in, capacity, planes, stream);
 #endif
         default: return kUnsupported;

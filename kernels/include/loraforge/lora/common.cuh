@@ -1,9 +1,11 @@
 // What the serving kernels share: slots, segments, overlapped launches, 16-bit element pairs.
 //
-// Overlap (programmatic dependent launch). Every kernel here calls wait_for_previous() before it reads or writes
-// anything that a kernel before it may touch, and let_next_start() only after that. So when a kernel runs ahead of its
-// wait, everything up to the kernel before the last one is complete and visible: a kernel that is known to follow one
-// of these may read ahead what was written before that one.
+// Overlap (programmatic dependent launch). Every kernel here calls wait_for_previous() before it uses or writes
+// anything that a kernel before it may touch, and let_next_start() only after that. Ahead of the wait it may guess: it
+// reads the plan as it is, sends off for the weights that this plan asks for, and reads the plan again afterwards. A
+// plan is only ever written by the builder and starts out empty, so that whatever is read of it makes addresses that
+// exist; the table and the weights change between steps. And where a kernel is known to follow one of these, everything
+// up to the kernel before that one is complete and visible without a wait.
 #pragma once
 
 #include <type_traits>
@@ -25,25 +27,26 @@ struct __align__(16) Slot {
 };
 static_assert(sizeof(Slot) == 32, "a row is two 16-byte loads");
 
-// Loads of metadata, which the kernel before may have written. They stand in a chain (segment, slot, operands) whose
-// length in latencies is most of a small kernel's time: volatile has them issued where they are written, not sunk below
-// the test that decides whether they are needed.
+// Loads of metadata. They stand in a chain (segment, slot, operands) whose length in latencies is most of a small
+// kernel's time: volatile has them issued where they are written, not sunk below the test that decides whether they are
+// needed. They never come from the L1 cache, since a plan may change under a block that reads it ahead.
 __device__ __forceinline__ int load_int(const int* at) {
 #if LF_HIP
-    return *at;
+    return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 #else
     int value;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(at));
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at));
     return value;
 #endif
 }
 
 __device__ __forceinline__ int4 load_words(const void* at) {
 #if LF_HIP
-    return *static_cast<const int4*>(at);
+    const int* words = static_cast<const int*>(at);
+    return make_int4(load_int(words), load_int(words + 1), load_int(words + 2), load_int(words + 3));
 #else
     int4 value;
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(at));
     return value;
@@ -57,6 +60,16 @@ __device__ __forceinline__ Slot load_slot(const Slot* at) {
                                     static_cast<unsigned>(first));
     };
     return {wide(low.x, low.y), wide(low.z, low.w), high.x, high.y, __int_as_float(high.z), 0};
+}
+
+// A load of what kernels before this one wrote, past the L1 cache: nobody here reads it twice.
+template <class V>
+__device__ __forceinline__ V load_past_l1(const V* at) {
+#if LF_HIP
+    return *at;
+#else
+    return __ldcg(at);
+#endif
 }
 
 // Output channels [first, first + channels) of each slice, by value in the kernel's parameters.
@@ -92,6 +105,17 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void let_next_start() {
 #if !LF_HIP && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// One bit a lane of the warp, the first lane's lowest.
+__device__ __forceinline__ unsigned lanes_where(bool holds) {
+#if LF_HIP
+    unsigned mask = 0;
+    for (int lane = 0; lane < kWarp; ++lane) mask |= unsigned(shuffle(int(holds), lane)) << lane;
+    return mask;
+#else
+    return __ballot_sync(0xffffffffu, holds);
 #endif
 }
 

@@ -1,15 +1,29 @@
 // RowExpand: Y += scale Z B^T where a thread owns rows of B, that is, columns of Y (paper, section 5 and appendix A.2).
 //
-// A work item is up to `limit` token rows of one segment and a block of output columns of one slice. Its threads bring
-// their rows of B into registers while the kernel before still runs, its tile of Z is summed over the planes and
-// scaled into shared memory once, and each thread finishes the whole reduction of its columns by itself: no atomics,
-// one order of additions, so results are the same bits whatever the tile limit, staging, variant or grid.
+// A work item is up to `limit` token rows of one segment and a block of output columns of one slice. Its threads hold
+// their rows of B in registers, its tile of Z is summed over the planes and scaled into shared memory once, and each
+// thread finishes the whole reduction of its columns by itself: no atomics, one order of additions, so results are the
+// same bits whatever the tile limit, staging, variant or grid.
 //
 // Widths up to the shape's resident bucket are compile-time: the row stays in registers across the token rows. Wider
 // rows pass through registers eight directions at a time while the sums of a few token rows stay there; that path
 // takes any rank and is chosen a block at a time on the device.
 //
 // The grid is column blocks x persistent strides over segments. Nothing about ranks or counts is known to the host.
+//
+// Overlap: a block reads all of its segments from the plan ahead of the wait, a lane each, sends their rows of B on
+// their way to the L2 cache, and compares the plan after the wait; what was stale is read again. Right after a shrink
+// of ours (common.cuh) there is nothing to compare, and B and Y of the first item are in registers before the wait.
+//
+// Variants: shape + 10 * grid, 0 for shape 6. Shapes, in threads x adjacent columns x groups (widest resident bucket),
+// blocks at once:
+//   1  128 x 2 x 1 (16) 6    3  256 x 1 x 1 (64) 2, the paper's    4  128 x 4 x 1 (16) 4    5   64 x 4 x 1  (8) 10
+//   6  128 x 2 x 2  (8) 5    7  128 x 2 x 2 (16) 4                 8   64 x 2 x 2  (8) 10
+//   9  128 x 1 x 4  (8) 4: what any other becomes where rows of Y are not aligned for it
+// Grids: 0 as many blocks as fit at once, 1 a block an item, 2 one fewer a multiprocessor than fit, which leaves room
+// for the kernel after it to start.
+// Z straight from global memory (staged = 0) is there for the ablation: shape 3, one plane, rows of Z aligned to 16
+// bytes.
 #pragma once
 
 #include "common.cuh"
@@ -37,7 +51,6 @@ struct Shape {
 struct Arguments {
     const float* z;
     int z_capacity, z_row, z_plane, planes;  // z_row, z_plane: elements from a token to the next, from a partial sum
-    bool z_vectors;                          // rows of Z may be read 16 bytes at a time
     const uint16_t* b;
     const Slot* table;
     int slices;
@@ -47,6 +60,7 @@ struct Arguments {
     const int4* segments;
     const int* count;
     int segment_capacity, tokens;
+    bool follows;     // a shrink of ours: then plan and Y are as they will be, and Z alone is waited for
     int limit;        // rows of an item
     int split_shift;  // 2^split_shift blocks share the items of a segment
     int tile_stride;  // floats from one row of Z in shared memory to the next, where the width is not compile-time
@@ -60,44 +74,24 @@ struct Item {
     const float* z;  // of the slice
     uint16_t* y;     // of the slice, the thread's first column
     const uint16_t* b;
-    int rows;
-    int columns;  // from the thread's first to the end of the slice
+    int start, rows;  // in `order`
+    int columns;      // from the thread's first to the end of the slice
     int rank, width;
     float scale;
 };
+
+// Segments that a block reads at once, one a lane.
+constexpr int kBatch = kWarp;
 
 // What a block keeps in shared memory beside the tiles of Z.
 template <int warps>
 struct Kept {
     int tokens[warps][kMaxRows];  // of the item's rows; every warp has its own
-    int4 entry;                   // the plan as the first item saw it ahead of the wait
-    int count;
+    int4 entries[kBatch];         // the plan as the block saw it
+    Slot slots[kBatch];
+    unsigned seen;                // of the batch: segments that exist
+    unsigned live;                // and have an adapter with directions
 };
-
-// The plan may change under a block that reads it ahead, so it never comes from the L1 cache.
-__device__ __forceinline__ int load_plan(const int* at) {
-#if LF_HIP
-    return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-#else
-    int value;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-#endif
-}
-
-__device__ __forceinline__ int4 load_plan4(const int4* at) {
-#if LF_HIP
-    const int* words = reinterpret_cast<const int*>(at);
-    return make_int4(load_plan(words), load_plan(words + 1), load_plan(words + 2), 0);
-#else
-    int4 value;
-    asm volatile("ld.relaxed.gpu.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(at)
-                 : "memory");
-    return value;
-#endif
-}
 
 __device__ __forceinline__ void prefetch(const void* at) {
 #if !LF_HIP
@@ -112,18 +106,18 @@ __device__ __forceinline__ void load_bits(uint32_t* to, const uint16_t* from) {
 #pragma unroll
         for (int i = 0; i < elements / 8; ++i) {
             const uint4* at = reinterpret_cast<const uint4*>(from) + i;
-            const uint4 v = constant ? __ldg(at) : *at;
+            const uint4 v = constant ? __ldg(at) : lora::load_past_l1(at);
             to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
         }
     } else if constexpr (elements == 4) {
         const uint2* at = reinterpret_cast<const uint2*>(from);
-        const uint2 v = constant ? __ldg(at) : *at;
+        const uint2 v = constant ? __ldg(at) : lora::load_past_l1(at);
         to[0] = v.x, to[1] = v.y;
     } else if constexpr (elements == 2) {
         const uint32_t* at = reinterpret_cast<const uint32_t*>(from);
-        to[0] = constant ? __ldg(at) : *at;
+        to[0] = constant ? __ldg(at) : lora::load_past_l1(at);
     } else {
-        to[0] = constant ? __ldg(from) : *from;
+        to[0] = constant ? __ldg(from) : lora::load_past_l1(from);
     }
 }
 
@@ -174,12 +168,13 @@ __device__ __forceinline__ void load_rows(uint32_t* to, const uint16_t* from, in
 
 // scale * sum of planes of one live element of Z: the same bits staged or not.
 __device__ __forceinline__ float z_value(const Arguments& p, const float* row, int k, float scale) {
-    float sum = row[k];
+    float sum = lora::load_past_l1(row + k);
 #pragma unroll 1
     for (int plane = 1; plane < p.planes; plane += 3) {  // three loads at a time are in flight
         float more[3];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) more[i] = plane + i < p.planes ? row[(plane + i) * p.z_plane + k] : 0.0f;
+        for (int i = 0; i < 3; ++i)
+            more[i] = plane + i < p.planes ? lora::load_past_l1(row + (plane + i) * p.z_plane + k) : 0.0f;
 #pragma unroll
         for (int i = 0; i < 3; ++i) sum += more[i];
     }
@@ -190,53 +185,90 @@ __device__ __forceinline__ const float* z_row(const Arguments& p, const Item& it
     return item.z + token * p.z_row;
 }
 
-// Four elements of Z from k on; zeros past the rank.
-__device__ __forceinline__ float4 z_four(const Arguments& p, const float* row, int k, const Item& item) {
-    float v[4];
-    if (p.z_vectors && k < item.rank) {  // the capacity is a multiple of four, so no read leaves the row
-        float4 sum = *reinterpret_cast<const float4*>(row + k);
-#pragma unroll 1
-        for (int plane = 1; plane < p.planes; ++plane) {
-            const float4 more = *reinterpret_cast<const float4*>(row + plane * p.z_plane + k);
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-        }
-        v[0] = sum.x * item.scale, v[1] = sum.y * item.scale, v[2] = sum.z * item.scale, v[3] = sum.w * item.scale;
-#pragma unroll
-        for (int i = 1; i < 4; ++i)
-            if (k + i >= item.rank) v[i] = 0.0f;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = k + i < item.rank ? z_value(p, row, k + i, item.scale) : 0.0f;
-    }
-    return make_float4(v[0], v[1], v[2], v[3]);
+// Four elements of Z from k on, zeros past the rank: of a single plane whose rows may be read 16 bytes at a time.
+__device__ __forceinline__ float4 z_four(const float* row, int k, const Item& item) {
+    float4 v{};
+    if (k < item.rank) v = *reinterpret_cast<const float4*>(row + k);
+    v.x *= item.scale;
+    v.y = k + 1 < item.rank ? v.y * item.scale : 0.0f;
+    v.z = k + 2 < item.rank ? v.z * item.scale : 0.0f;
+    v.w = k + 3 < item.rank ? v.w * item.scale : 0.0f;
+    return v;
 }
 
-// Tokens that were read ahead of the wait may be anything: they are then found to be stale, but used as addresses before.
+// Tokens that were read ahead of the wait may be anything: they make addresses before they are found to be stale.
 __device__ __forceinline__ int clamp_token(const Arguments& p, int token) {
     return token >= 0 && token < p.tokens ? token : 0;
 }
 
-// True where the plan that a block's first item went by is not the plan as it is after the wait.
+// Whether a segment as the plan has it may be gone by: stale ones may be anything that the plan ever was.
+__device__ __forceinline__ bool exists(const Arguments& p, const int4& entry, int segment, int count) {
+    return segment < count && entry.y > 0 && entry.x >= 0 && entry.x + entry.y <= p.tokens;
+}
+
+// Reads the segments of the units from `base` on, and their slots, one a lane of the first warp.
 template <int warps>
-__device__ __forceinline__ bool is_stale(const Arguments& p, const Item& item, const Kept<warps>& kept) {
-    const int segment = blockIdx.y >> p.split_shift, lane = threadIdx.x % kWarp;
-    const int4 now = load_plan4(p.segments + segment);
-    const int count = load_plan(p.count);
-    bool stale = now.x != kept.entry.x || now.y != kept.entry.y || now.z != kept.entry.z || segment >= count;
-    if (lane < item.rows) {
-        const int skipped = (blockIdx.y & ((1 << p.split_shift) - 1)) * p.limit;
-        const int token = clamp_token(p, load_plan(p.order + kept.entry.x + skipped + lane));
-        stale = stale || token != kept.tokens[threadIdx.x / kWarp][lane];
+__device__ __forceinline__ void read_batch(const Arguments& p, Kept<warps>& kept, int base, int slice) {
+    if (threadIdx.x < kWarp) {
+        const int unit = base + static_cast<int>(threadIdx.x * gridDim.y), segment = unit >> p.split_shift;
+        const int count = lora::load_int(p.count);
+        bool live = segment < p.segment_capacity;
+        int4 entry{};
+        Slot slot{};
+        if (live) {
+            entry = lora::load_words(p.segments + segment);
+            live = exists(p, entry, segment, count);
+        }
+        const unsigned seen = lora::lanes_where(live);
+        if (live) {
+            slot = lora::load_slot(p.table + entry.z * p.slices + slice);
+            live = slot.rank > 0;
+        }
+        kept.entries[threadIdx.x] = entry;
+        kept.slots[threadIdx.x] = slot;
+        const unsigned mask = lora::lanes_where(live);
+        if (threadIdx.x == 0) kept.seen = seen, kept.live = mask;
     }
-    return stale;
+    __syncthreads();
+}
+
+// The plan after the wait, as far as a thread compares it: a segment and a token, one a lane.
+struct Reread {
+    int4 entry;
+    int count, token;
+};
+
+__device__ __forceinline__ Reread reread(const Arguments& p, int start, int rows) {
+    const int lane = threadIdx.x % kWarp, segment = static_cast<int>(blockIdx.y + lane * gridDim.y) >> p.split_shift;
+    return {lora::load_words(p.segments + min(segment, p.segment_capacity - 1)), lora::load_int(p.count),
+            lora::load_int(p.order + start + min(lane, rows - 1))};
+}
+
+// True where the plan that a block went by ahead of the wait is not the plan as it is now.
+template <int warps>
+__device__ __forceinline__ bool is_stale(const Arguments& p, const Kept<warps>& kept, const Reread& now, int rows) {
+    const int lane = threadIdx.x % kWarp, segment = static_cast<int>(blockIdx.y + lane * gridDim.y) >> p.split_shift;
+    const int4 then = kept.entries[lane];
+    const bool lives = segment < p.segment_capacity && exists(p, now.entry, segment, now.count);
+    const bool lived = kept.seen >> lane & 1;
+    const bool moved = now.entry.x != then.x || now.entry.y != then.y || now.entry.z != then.z;
+    return lives != lived || (lives && moved) ||
+           clamp_token(p, now.token) != kept.tokens[threadIdx.x / kWarp][min(lane, rows - 1)];
 }
 
 // The tile of Z of an item into shared memory, zeros past the rank, rows of a compile-time width or (0) of
-// p.tile_stride. False where the first item went by a stale plan.
+// p.tile_stride. False where the block went by a stale plan.
 template <int width, bool staged, int warps>
 __device__ __forceinline__ bool stage(const Arguments& p, const Item& item, float* tile, bool first,
                                       const Kept<warps>& kept) {
     const int* tokens = kept.tokens[threadIdx.x / kWarp];
+    if (first && p.follows) {
+        lora::wait_for_previous();
+        lora::let_next_start();
+    }
+    const bool compares = first && !p.follows;
+    Reread now{};
+    if (compares) now = reread(p, item.start, item.rows);  // on its way together with Z
     if constexpr (staged && width > 0) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < item.rows * width; i += warps * kWarp) {
@@ -253,7 +285,7 @@ __device__ __forceinline__ bool stage(const Arguments& p, const Item& item, floa
                 tile[row * p.tile_stride + k] = k < item.rank ? z_value(p, from, k, item.scale) : 0.0f;
         }
     }
-    if (first) return !__syncthreads_or(is_stale(p, item, kept));
+    if (compares) return !__syncthreads_or(is_stale(p, kept, now, item.rows));
     if constexpr (staged) __syncthreads();
     return true;
 }
@@ -352,7 +384,7 @@ __device__ __forceinline__ void multiply(float (&sum)[S::owned], const float (&w
     for (int at = 0; at < width; at += step) {
         float z[4];
         if constexpr (!staged) {
-            const float4 v = z_four(p, z_row(p, item, token), k + at, item);
+            const float4 v = z_four(z_row(p, item, token), k + at, item);
             z[0] = v.x, z[1] = v.y, z[2] = v.z, z[3] = v.w;
         } else if constexpr (step == 4) {
             const float4 v = *reinterpret_cast<const float4*>(tile + at);
@@ -435,7 +467,7 @@ __device__ __forceinline__ bool streamed_item(const Arguments& p, const Item& it
 template <class T, class S, int warps>
 __device__ __forceinline__ bool plain_item(const Arguments& p, const Item& item, bool first, const Kept<warps>& kept) {
     if (!stage<0, false>(p, item, nullptr, first, kept)) return false;
-    if (!first) __syncthreads();  // as every item does once, so that no tile of Z is overwritten while it is read
+    __syncthreads();  // as every item does, so that no tile of Z is overwritten while it is read
     const int* tokens = kept.tokens[threadIdx.x / kWarp];
 #pragma unroll 1
     for (int i = 0; i < item.rows * S::owned; ++i) {
@@ -490,6 +522,30 @@ __device__ __forceinline__ void prefetch_rows(const Item& item) {
     }
 }
 
+// A place in a batch: the chunk-th item of this block in its segment `index`; past the end, `index` is kBatch.
+struct Cursor {
+    int index, chunk;
+};
+
+// The first item at `at` or after it, and where its rows are in `order`.
+template <int warps>
+__device__ __forceinline__ Cursor find(const Arguments& p, const Kept<warps>& kept, int base, Cursor at, int& start,
+                                       int& rows) {
+    const int splits = 1 << p.split_shift;
+#pragma unroll 1
+    for (; at.index < kBatch; ++at.index, at.chunk = 0) {
+        const unsigned left = kept.live >> at.index;
+        if (left == 0) break;
+        if ((left & 1) == 0) continue;
+        const int4 entry = kept.entries[at.index];
+        const int unit = base + at.index * static_cast<int>(gridDim.y);
+        const int skipped = ((unit & (splits - 1)) + at.chunk * splits) * p.limit;
+        start = entry.x + skipped, rows = min(entry.y - skipped, p.limit);
+        if (rows > 0) return at;
+    }
+    return {kBatch, 0};
+}
+
 // Grid: x column blocks of all slices, y strides over segments (2^split_shift neighbours share one).
 template <class T, class S, bool staged>
 __global__ void __launch_bounds__(S::threads, S::blocks) kernel(const Arguments p) {
@@ -497,6 +553,7 @@ __global__ void __launch_bounds__(S::threads, S::blocks) kernel(const Arguments 
     __shared__ Kept<S::threads / kWarp> kept;
 
     const int lane = threadIdx.x % kWarp;
+    int* const tokens = kept.tokens[threadIdx.x / kWarp];
     int slice = 0;
     while (slice + 1 < p.slices && static_cast<int>(blockIdx.x) >= p.blocks_end[slice]) ++slice;
     const int before = slice > 0 ? p.blocks_end[slice - 1] : 0;
@@ -505,59 +562,57 @@ __global__ void __launch_bounds__(S::threads, S::blocks) kernel(const Arguments 
     item.z = p.z + slice * p.z_capacity;
     item.y = p.y + p.first[slice] + column;
     item.columns = p.channels[slice] - column;
+    const auto enter = [&](int index) {
+        const Slot& slot = kept.slots[index];
+        item.b = p.b + slot.b + static_cast<int64_t>(column) * slot.width;
+        item.rank = slot.rank, item.width = slot.width, item.scale = slot.scale;
+    };
 
-    const int units = p.segment_capacity << p.split_shift, splits = 1 << p.split_shift;
-    int unit = blockIdx.y, chunk = 0, parity = 0;
-    bool first = true;  // until this block has waited for the kernel before
-
-    while (unit < units) {
-        const int segment = unit >> p.split_shift;
-        int count;
-        int4 entry;
-        if (first) {  // one thread reads, so that all see the same although it may be changing
-            if (threadIdx.x == 0) {
-                kept.count = load_plan(p.count);
-                kept.entry = load_plan4(p.segments + segment);
+    const int units = p.segment_capacity << p.split_shift;
+    bool ahead = true;  // of the kernel before
+    int parity = 0;
+    for (int base = blockIdx.y; base < units; base += kBatch * static_cast<int>(gridDim.y)) {
+        bool again;
+        do {
+            again = false;
+            read_batch(p, kept, base, slice);
+            Cursor at = find(p, kept, base, {0, 0}, item.start, item.rows);
+            int token = 0;
+            if (at.index < kBatch && lane < item.rows) token = lora::load_int(p.order + item.start + lane);
+            if (ahead) {
+                unsigned left = kept.live;
+#pragma unroll 1
+                for (int last = -1; left != 0; left &= left - 1) {
+                    const int index = __ffs(static_cast<int>(left)) - 1;
+                    if (kept.entries[index].z == last) continue;  // rows of one adapter follow each other
+                    last = kept.entries[index].z;
+                    enter(index);
+                    prefetch_rows<S>(item);
+                }
+                if (!p.follows || at.index == kBatch) {
+                    lora::wait_for_previous();
+                    lora::let_next_start();
+                }
+                again = at.index == kBatch && !p.follows;  // as far as it saw
+                if (again) ahead = false;
             }
-            __syncthreads();
-            count = kept.count, entry = kept.entry;
-        } else {
-            count = load_plan(p.count), entry = load_plan4(p.segments + segment);
-            if (segment >= count) break;
-        }
-        const int skipped = ((unit & (splits - 1)) + chunk * splits) * p.limit, start = entry.x + skipped;
-        item.rows = entry.y - skipped < p.limit ? entry.y - skipped : p.limit;
-        const bool more = skipped + splits * p.limit < entry.y;
-        bool live = segment < count && item.rows > 0 && start >= 0 && start + item.rows <= p.tokens;
-        if (live) {
-            const Slot slot = lora::load_slot(p.table + entry.z * p.slices + slice);
-            item.b = p.b + slot.b + static_cast<int64_t>(column) * slot.width;
-            item.rank = slot.rank, item.width = slot.width, item.scale = slot.scale;
-            live = item.rank > 0;
-        }
-        if (live) {
-            warp_sync();
-            if (lane < item.rows)
-                kept.tokens[threadIdx.x / kWarp][lane] = clamp_token(p, load_plan(p.order + start + lane));
-            warp_sync();
-        }
-        const bool ahead = first;
-        if (ahead) {
-            if (live) prefetch_rows<S>(item);
-            lora::wait_for_previous();
-            lora::let_next_start();
-            first = false;
-            if (!live) continue;  // as far as it saw: the plan is read again
-        }
-        if (live) {
-            if (!run_item<T, S, staged>(p, item, tiles + parity * p.tile_floats, ahead, kept)) continue;
-            parity ^= 1;
-        }
-        if (more) {
-            ++chunk;
-        } else {
-            unit += gridDim.y, chunk = 0;
-        }
+#pragma unroll 1
+            while (at.index < kBatch) {
+                warp_sync();
+                if (lane < item.rows) tokens[lane] = clamp_token(p, token);
+                warp_sync();
+                enter(at.index);
+                int start = 0, rows = 0;  // of the next item, whose tokens are on their way during this one
+                const Cursor next = find(p, kept, base, {at.index, at.chunk + 1}, start, rows);
+                if (next.index < kBatch && lane < rows) token = lora::load_int(p.order + start + lane);
+                again = !run_item<T, S, staged>(p, item, tiles + parity * p.tile_floats, ahead, kept);
+                ahead = false;
+                if (again) break;
+                parity ^= 1;
+                at = next, item.start = start, item.rows = rows;
+            }
+            __syncthreads();  // the batch is done with
+        } while (again);
     }
 }
 

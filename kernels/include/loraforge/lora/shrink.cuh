@@ -10,9 +10,12 @@
 // stride over them, so that a pool of capacity 128 costs few idle blocks. `planes` splits the input dimension over
 // blocks too: each writes a plane of Z, which expand adds up.
 //
+// Blocks run ahead of the kernel before (programmatic dependent launch): a segmented one reads the plan, sends for A,
+// and only then waits; it compares the plan afterwards and starts again in the rare case that it changed.
+//
 // Variants of lf_lora_shrink (0: kDefault below):
-//   direct     1: 1 direction a warp   2: 2   3: 4   4: 8   5: 1 direction a block of 4 warps   6: 4   7: 8
-//   segmented 11: 8 directions a block of 8 warps   12: 16 of 8   13: 32 of 8   14: 8 of 4   15: 16 of 4   16: 8 of 16
+//   direct     1: a direction a warp (the paper's)   5: a direction a block of 4 warps   7: 8 a block of 4 warps
+//   segmented 11: 8 directions a block of 8 warps   12: 16 of 8   14: 8 of 4   16: 8 of 16
 #pragma once
 
 #include "common.cuh"
@@ -168,81 +171,127 @@ __device__ __forceinline__ Rows load_rows(const int* order, const Segment& segme
     return {segment, low, load_int(order + segment.start + min(g + 8, last))};
 }
 
-// This warp's sums of 16 tokens (8 where kTall is false) by 8 kTiles directions from `first` on. Lanes past the last
-// token or direction repeat it: the same bytes, and nobody uses what comes of them.
-template <class T, int kTiles, int kWarps, bool kTall>
-__device__ __forceinline__ void accumulate(float (&sum)[kTiles][4], const Operands<T>& in, const Slot& row, int rank,
-                                           const Rows& rows, int first, int plane, int planes, uint4* ring) {
-    constexpr int kDepth = kSteps<kTiles, kTall>, kLoads = kTiles + (kTall ? 2 : 1);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-    const T* from[kLoads];
-    from[0] = in.x + rows.low * in.x_stride + 8 * t;
-    if constexpr (kTall) from[kLoads - 1] = in.x + rows.high * in.x_stride + 8 * t;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-        from[1 + j] = in.a + row.a + int64_t(min(first + 8 * j + g, rank - 1)) * in.d_in + 8 * t;
-    const int step = 64 * kWarps * planes, left = in.d_in - 8 * t;
-    constexpr int kStep = 2 * kLoads * kWarp;  // of the ring, in uint4
-    ring += lane;
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
-    const auto fetch = [&](int slot, int k) {
-        if (k < in.d_in) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int at = k + 32 * h;
-#pragma unroll
-                for (int i = 0; i < kLoads; ++i) {
-                    const bool live = i < 2 || i > kTiles || first + 8 * (i - 1) < rank;
-                    const unsigned to = address + (slot * kStep + (h * kLoads + i) * kWarp) * sizeof(uint4);
-                    copy16(to, from[i] + at, live && at < left);
-                }
-            }
-        }
-        copies_commit();
-    };
-    int k = 64 * (warp + kWarps * plane), slot = 0;
-#pragma unroll 1
-    for (int u = 0; u < kDepth; ++u) fetch(u, k + u * step);
-    float other[kTiles][4] = {};  // takes turns with `sum`, so that multiplications wait less for each other
-#pragma unroll 1
-    for (; k < in.d_in; k += step) {
-        copies_wait<kDepth - 1>();
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const uint4* here = ring + slot * kStep + h * kLoads * kWarp;
-            const uint4 low = here[0], high = kTall ? here[(kLoads - 1) * kWarp] : uint4{};
-#pragma unroll
-            for (int j = 0; j < kTiles; ++j) {
-                const uint4 b = here[(1 + j) * kWarp];
-                multiply<T>(sum[j], low.x, high.x, low.y, high.y, b.x, b.y);
-                multiply<T>(other[j], low.z, high.z, low.w, high.w, b.z, b.w);
-            }
-        }
-        fetch(slot, k + kDepth * step);
-        slot = slot + 1 == kDepth ? 0 : slot + 1;
-    }
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[j][i] += other[j][i];
-    copies_wait<0>();
+// Whether the plan still says what this lane went by ahead of the wait.
+template <class T>
+__device__ __forceinline__ bool is_stale(const Operands<T>& in, const Rows& rows, int index) {
+    const int count = load_int(in.count);
+    const Segment now = load_segment(in.segments, index);
+    const Rows again = load_rows(in.order, rows.segment);
+    return (index >= count) | (now.start != rows.segment.start) | (now.rows != rows.segment.rows) |
+           (now.slot != rows.segment.slot) | (again.low != rows.low) | (again.high != rows.high);
 }
 
+// A warp's way through its share of the input dimension, for 16 tokens (8 where kTall is false) by 8 kTiles directions
+// from `first` on. Lanes past the last token or direction repeat it: the same bytes, of which nobody uses anything.
+template <class T, int kTiles, int kWarps, bool kTall>
+struct Stream {
+    static constexpr int kDepth = kSteps<kTiles, kTall>, kLoads = kTiles + (kTall ? 2 : 1);
+    static constexpr int kStep = 2 * kLoads * kWarp;  // of the ring, in uint4
+    const T* from[kLoads];                            // x of the low tokens, A, x of the high ones
+    const uint4* ring;
+    unsigned address;
+    int d_in, left, first, step, rank;
+    int k;  // where the next step is
+
+    __device__ __forceinline__ Stream(const Operands<T>& in, const Slot& row, const Rows& rows, int start, int plane,
+                                      int planes, uint4* of_warp) {
+        const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+        rank = in.rank(row), d_in = in.d_in, left = in.d_in - 8 * t, first = start;
+        from[0] = in.x + rows.low * in.x_stride + 8 * t;
+        if constexpr (kTall) from[kLoads - 1] = in.x + rows.high * in.x_stride + 8 * t;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+            from[1 + j] = in.a + row.a + int64_t(min(first + 8 * j + g, rank - 1)) * in.d_in + 8 * t;
+        step = 64 * kWarps * planes, k = 64 * (warp + kWarps * plane);
+        ring = of_warp + lane;
+        address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
+    }
+
+    // Sends for 64 elements of A, or of X, at `at`.
+    template <bool kWeights>
+    __device__ __forceinline__ void fetch(int slot, int at) const {
+        if (at >= d_in) return;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if ((i >= 1 && i <= kTiles) != kWeights) continue;
+                const bool live = i < 2 || i > kTiles || first + 8 * (i - 1) < rank;
+                const unsigned to = address + (slot * kStep + (h * kLoads + i) * kWarp) * sizeof(uint4);
+                copy16(to, from[i] + at + 32 * h, live && at + 32 * h < left);
+            }
+    }
+
+    // The first steps, as many as the ring holds: first A, which needs no wait, then X.
+    __device__ __forceinline__ void begin_weights() const {
+#pragma unroll 1
+        for (int u = 0; u < kDepth; ++u) fetch<true>(u, k + u * step);
+    }
+
+    __device__ __forceinline__ void begin_inputs() const {
+#pragma unroll 1
+        for (int u = 0; u < kDepth; ++u) {
+            fetch<false>(u, k + u * step);
+            copies_commit();
+        }
+    }
+
+    __device__ __forceinline__ void run(float (&sum)[kTiles][4]) {
+        float other[kTiles][4] = {};  // takes turns with `sum`, so that multiplications wait less for each other
+        int slot = 0;
+#pragma unroll 1
+        for (; k < d_in; k += step) {
+            copies_wait<kDepth - 1>();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint4* here = ring + slot * kStep + h * kLoads * kWarp;
+                const uint4 low = here[0], high = kTall ? here[(kLoads - 1) * kWarp] : uint4{};
+#pragma unroll
+                for (int j = 0; j < kTiles; ++j) {
+                    const uint4 b = here[(1 + j) * kWarp];
+                    multiply<T>(sum[j], low.x, high.x, low.y, high.y, b.x, b.y);
+                    multiply<T>(other[j], low.z, high.z, low.w, high.w, b.z, b.w);
+                }
+            }
+            fetch<false>(slot, k + kDepth * step);
+            fetch<true>(slot, k + kDepth * step);
+            copies_commit();
+            slot = slot + 1 == kDepth ? 0 : slot + 1;
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[j][i] += other[j][i];
+        copies_wait<0>();
+    }
+};
+
 // What one block of kWarps warps does of a segment and slice: every groups-th run of 8 kTiles directions from run
-// `group` on, this plane's share of the input dimension. `shared`: kShared bytes.
-template <class T, int kTiles, int kWarps>
-__device__ __forceinline__ void work(const Operands<T>& in, const Rows& rows, const Slot& row, int slice, int group,
-                                     int groups, int plane, int planes, uint4* shared) {
+// `group` on, this plane's share of the input dimension. `shared`: kShared bytes. Where the block is `ahead` of the
+// kernel before, waits for it once A is on its way; false if the plan turns out to be another.
+template <class T, int kTiles, int kWarps, bool kTall>
+__device__ __forceinline__ bool work(const Operands<T>& in, const Rows& rows, const Slot& row, int index, int slice,
+                                     int group, int groups, bool ahead, uint4* shared) {
     constexpr int kWide = 8 * kTiles;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
     const int rank = in.rank(row);
     uint4* ring = shared + warp * kRing<kTiles>;
+#pragma unroll 1
     for (int first = group * kWide; first < rank; first += groups * kWide) {
+        Stream<T, kTiles, kWarps, kTall> stream(in, row, rows, first, blockIdx.y, gridDim.y, ring);
+        stream.begin_weights();
+        if (ahead) {
+            wait_for_previous();
+            let_next_start();
+        }
+        stream.begin_inputs();
+        if (ahead && __syncthreads_or(is_stale(in, rows, index))) {
+            copies_wait<0>();
+            return false;
+        }
+        ahead = false;
         float sum[kTiles][4] = {};
-        if (rows.segment.rows > 8)
-            accumulate<T, kTiles, kWarps, true>(sum, in, row, rank, rows, first, plane, planes, ring);
-        else
-            accumulate<T, kTiles, kWarps, false>(sum, in, row, rank, rows, first, plane, planes, ring);
+        stream.run(sum);
         warp_sync();  // the warp's ring is empty: its sums, [16, kWide], go there
         float* mine = reinterpret_cast<float*>(ring) + g * kWide + 2 * t;
 #pragma unroll
@@ -251,34 +300,60 @@ __device__ __forceinline__ void work(const Operands<T>& in, const Rows& rows, co
             *reinterpret_cast<float2*>(mine + 8 * kWide + 8 * j) = {sum[j][2], sum[j][3]};
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < rows.segment.rows * kWide; i += kWarps * kWarp) {
-            const int place = i / kWide, j = i % kWide;
-            const int token = load_int(in.order + rows.segment.start + place);
+        for (int base = warp * kWarp; base < rows.segment.rows * kWide; base += kWarps * kWarp) {
+            const int i = base + lane, place = i / kWide, j = i % kWide;
+            const int low = shuffle(rows.low, 4 * (place & 7)), high = shuffle(rows.high, 4 * (place & 7));
             float all = 0;
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) all += reinterpret_cast<float*>(shared + w * kRing<kTiles>)[i];
-            if (first + j < rank) in.z_row(plane, token, slice)[first + j] = all;
+            if (place < rows.segment.rows && first + j < rank)
+                in.z_row(blockIdx.y, place < 8 ? low : high, slice)[first + j] = all;
         }
         __syncthreads();
     }
+    return true;
 }
 
-// Grid: x covers segments * slices * groups, y the planes. The tests join everything that has been loaded by then, so
-// that loads which do not depend on each other are not made to wait for each other.
+// Grid: x covers segments * slices * groups, y the planes.
 template <class T, int kTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps * kWarp) segmented(const Operands<T> in, int groups) {
     LF_DYNAMIC_SHARED(uint4, shared);
+    __shared__ int4 seen;
     const int group = blockIdx.x % groups, slice = blockIdx.x / groups % in.slices;
     const int index = blockIdx.x / groups / in.slices;
-    wait_for_previous();
-    let_next_start();
-    const int count = load_int(in.count);
-    const Segment segment = load_segment(in.segments, index);
-    if ((index >= count) | (segment.rows < 1)) return;
-    const Rows rows = load_rows(in.order, segment);
-    const Slot row = load_slot(in.table + int64_t(segment.slot) * in.slices + slice);
-    if ((in.rank(row) <= 8 * kTiles * group) | ((rows.low | rows.high) < 0)) return;
-    work<T, kTiles, kWarps>(in, rows, row, slice, group, groups, blockIdx.y, gridDim.y, shared);
+    bool ahead = true;
+    for (;;) {
+        if (threadIdx.x == 0) {  // one thread reads, so that all go by the same although it may be changing
+            const int count = load_int(in.count);
+            int4 words = load_words(reinterpret_cast<const int4*>(in.segments) + index);
+            if (index >= count || words.x < 0 || words.y > kTile || words.x + words.y > in.tokens) words.y = 0;
+            seen = words;
+        }
+        __syncthreads();
+        const Segment segment{seen.x, seen.y, seen.z, 0};
+        bool live = segment.rows > 0;
+        if (live) {
+            Rows rows = load_rows(in.order, segment);
+            const Slot row = load_slot(in.table + int64_t(segment.slot) * in.slices + slice);
+            const auto clamp = [&](int token) { return token >= 0 && token < in.tokens ? token : 0; };
+            rows.low = clamp(rows.low), rows.high = clamp(rows.high);
+            live = in.rank(row) > 8 * kTiles * group;
+            if (live) {
+                const bool done = segment.rows > 8 ? work<T, kTiles, kWarps, true>(in, rows, row, index, slice, group,
+                                                                                   groups, ahead, shared)
+                                                   : work<T, kTiles, kWarps, false>(in, rows, row, index, slice, group,
+                                                                                    groups, ahead, shared);
+                if (done) return;
+            }
+        }
+        if (!ahead) return;
+        if (!live) {
+            wait_for_previous();
+            let_next_start();
+        }
+        ahead = false;
+        __syncthreads();
+    }
 }
 
 #endif
