@@ -143,3 +143,17 @@ def test_files_that_the_documents_name_exist() -> None:
             assert (ROOT / place).exists() or (ROOT / place).parent.is_dir(), (page, path)
     for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
         assert (ROOT / image).is_file()
+
+
+def test_the_chain_from_files_to_files_is_that_of_the_evidence() -> None:
+    values = summary("end_to_end_compression", "h200")
+    text = README.replace("\n", " ")
+    assert f"`compress --no-cache` takes {values['qwen50.end_to_end_s']:.1f} s" in text
+    assert f"too, {values['qwen50.cached.end_to_end_s']:.1f} s (" in text
+    for stage, words in (
+        ("hash", "are hashing"),
+        ("load", "loading"),
+        ("factor", "factorisation"),
+        ("export", "export"),
+    ):
+        assert f"{values[f'qwen50.{stage}_s']:.2f} s {words}" in text, stage
