@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from loraforge.allocate.allocation import allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import allocate, problem_of
 from loraforge.config import Layout, Policy
-from loraforge.export.directions import CachedFleet, Source
+from loraforge.export.directions import Source, cached_source
 from loraforge.export.manifest import Manifest
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.writer import export_fleet
@@ -47,14 +48,43 @@ def compress(
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
-    ``cache`` keeps all factors, so that another budget costs only allocation and export. None keeps none: on one GPU
-    only the directions that the budget keeps are then built, and nothing but the output is written; elsewhere
-    factors are put beside ``out`` and removed. ``devices``: see :func:`~loraforge.factor.fleet.factorise_fleet`.
+    ``cache`` keeps all factors, so that another budget costs only allocation and export, which a GPU does where there
+    is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
+    output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
+    :func:`~loraforge.factor.fleet.factorise_fleet`.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
+    with _uncollected():
+        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave cycles alone: a fleet is hundreds of thousands of records, none in one, and each collection would go
+    through all of them while every thread waits."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _compress(
+    source: Sequence[Path],
+    budget: Budget,
+    out: Path,
+    cache: Path | None,
+    policy: Policy,
+    layouts: Sequence[Layout],
+    dtype: str,
+    force: bool,
+    devices: Sequence[str],
+) -> Compressed:
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
     refuse_to_replace(out, [*source] if cache is None else [*source, cache])
@@ -69,7 +99,7 @@ def compress(
             chosen = allocation_file(fleet_name(source), problem, allocation)
         if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
             say(warning)
-        # a deferred fleet builds its directions while it is exported
+        # on a GPU, directions are built while they are exported
         before = sum(stages.seconds.values())
         with stages("export"):
             manifest = export_fleet(fleet, factors, chosen, out, layouts=layouts, dtype=dtype, force=force)
@@ -82,12 +112,16 @@ def _factorised(
     fleet: Sequence[Adapter], cache: Path | None, out: Path, devices: Sequence[str], stages: Stages
 ) -> Iterator[Source]:
     if cache is not None:
-        yield CachedFleet(fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages))
+        yield cached_source(
+            fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages), stages=stages
+        )
         return
     backend = gpu.kernels() if len(devices) <= 1 else None
     with scratch_folder(out.resolve()) as scratch:
         if backend is None:
-            yield CachedFleet(fleet, factorise_fleet(fleet, scratch, devices=devices, stages=stages))
+            yield cached_source(
+                fleet, factorise_fleet(fleet, scratch, devices=devices, stages=stages), stages=stages
+            )
         else:
             from loraforge.export.deferred import DeferredFleet  # not imported where there is no GPU
 

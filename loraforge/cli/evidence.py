@@ -22,7 +22,8 @@ def bag(
     target: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, recompression, quality, end_to_end_compression or cpu_ops",
+            help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
+            " expand_ablation, dispatch or cpu_ops",
             show_default=False,
         ),
     ],

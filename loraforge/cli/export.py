@@ -38,7 +38,7 @@ def export(
     refuse_non_empty(out, force=force)
     refuse_to_replace(out, [allocation, *source, cache])
 
-    from loraforge.export.directions import CachedFleet
+    from loraforge.export.directions import cached_source
     from loraforge.export.writer import export_fleet, require_same_modules
     from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.source import open_source
@@ -48,7 +48,7 @@ def export(
     require_same_modules(fleet, ranks)
     manifest = export_fleet(
         fleet,
-        CachedFleet(fleet, factorise_fleet(fleet, cache, method=chosen)),
+        cached_source(fleet, factorise_fleet(fleet, cache, method=chosen), method=chosen),
         ranks,
         out,
         layouts=layouts,

@@ -13,7 +13,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def figure(
     name: Annotated[
-        str, typer.Argument(help="spectra, allocation, quality or recompression", show_default=False)
+        str,
+        typer.Argument(
+            help="spectra, allocation, quality, recompression, shrink_ablation, expand_ablation, expand_native,"
+            " dispatch, dispatch_map, dispatch_layers or cpu_ops",
+            show_default=False,
+        ),
     ],
     bag: Annotated[Path, typer.Option(help="evidence bag that holds the records", show_default=False)],
     out: Annotated[Path, typer.Option(help="folder for NAME.csv, .svg, .png and .json", show_default=False)],

@@ -20,7 +20,22 @@ Row = dict[str, Value]
 Table = list[Row]
 
 TEXT = frozenset(
-    {"adapter", "arm", "budget", "kind", "method", "metric", "module", "name", "panel", "policy"}
+    {
+        *(
+            "adapter",
+            "arm",
+            "budget",
+            "cache",
+            "kind",
+            "method",
+            "metric",
+            "model",
+            "module",
+            "name",
+            "panel",
+        ),
+        *("phase", "policy", "projection"),
+    }
 )
 
 # Recomputation on another machine may sum in another order; anything above this is a different number.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -58,13 +59,19 @@ def action_error(
     return difference / norm
 
 
-def energy_split(sigma: NDArray[np.float64], k: int) -> tuple[float, float]:
-    """Retained share of squared singular values (descending), and |dW - dW_k|_F / |dW|_F; (1, 0) for a zero update.
+def energy_splits(spectra: Sequence[NDArray[np.float64]], ks: Sequence[int]) -> list[tuple[float, float]]:
+    """Of each spectrum (descending), the share of its squares in the ``k`` first, and |dW - dW_k|_F / |dW|_F; (1, 0)
+    for a zero update.
 
     Both are summed from their own terms: sqrt(1 - share) loses half the digits where little is lost.
     """
-    energy = np.square(sigma)
-    total = float(energy.sum())
-    if total == 0.0:
-        return 1.0, 0.0
-    return min(1.0, float(energy[:k].sum()) / total), min(1.0, float(energy[k:].sum()) / total) ** 0.5
+    energy = np.zeros((len(spectra), max(map(len, spectra), default=0)))
+    for row, sigma in zip(energy, spectra, strict=True):
+        row[: len(sigma)] = sigma
+    np.square(energy, out=energy)
+    kept = np.arange(energy.shape[1]) < np.asarray(ks, dtype=np.int64)[:, None]
+    total = energy.sum(axis=1)
+    whole = np.where(total > 0.0, total, 1.0)
+    share = np.where(total > 0.0, np.minimum(1.0, np.where(kept, energy, 0.0).sum(axis=1) / whole), 1.0)
+    lost = np.sqrt(np.minimum(1.0, np.where(kept, 0.0, energy).sum(axis=1) / whole))
+    return list(zip(share.tolist(), lost.tolist(), strict=True))

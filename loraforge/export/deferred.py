@@ -9,8 +9,7 @@ A fleet larger than the device's memory is read twice, in shards of whole adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,34 +18,20 @@ from torch import Tensor
 
 from loraforge.allocate.policy import Spectra
 from loraforge.allocate.problem import Floats
-from loraforge.export.certificate import leading_right_directions, probes
-from loraforge.export.directions import CachedFleet, Directions, Kept, Ranks, accepted_error
+from loraforge.export.built import Measured, build_kept, timed, whole_adapters
+from loraforge.export.directions import CachedFleet, Directions, Kept, Ranks
 from loraforge.factor.batch import Batch
 from loraforge.factor.cache import cache_key
-from loraforge.factor.engine import MAX_ACTION_ERROR, MAX_SPECTRUM_ERROR, relative, spectrum_errors
+from loraforge.factor.engine import MAX_SPECTRUM_ERROR, spectrum_errors
 from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.gpu.check import chunks, root_spectrum
-from loraforge.factor.gpu.drain import Drain
-from loraforge.factor.gpu.engine import FAILED, Group, GroupFactors, Part
+from loraforge.factor.gpu.engine import FAILED, Group, GroupFactors
 from loraforge.factor.gpu.fleet import PATHS, factorise_loaded
 from loraforge.factor.gpu.loader import LoadedFleet, load_fleet
 from loraforge.factor.gpu.ops import Backend
 from loraforge.factor.gpu.shards import over_shards
 from loraforge.factor.stages import Stages
-from loraforge.fleet.peft_io import Adapter, LoraModule
-
-
-@dataclass(frozen=True)
-class _Spectra:
-    """Spectra of one adapter, and the path of each module."""
-
-    adapter: str
-    modules: Mapping[str, LoraModule]
-    sigma: Mapping[str, Floats]
-    paths: Mapping[str, str]
-
-    def spectrum(self, name: str) -> Floats:
-        return self.sigma[name]
+from loraforge.fleet.peft_io import Adapter
 
 
 @dataclass
@@ -68,7 +53,7 @@ class DeferredFleet:
 
     def __init__(self, fleet: Sequence[Adapter], backend: Backend, scratch: Path, stages: Stages) -> None:
         self._fleet, self._backend, self._scratch, self._stages = fleet, backend, scratch, stages
-        self._measured: dict[str, _Spectra] = {}
+        self._measured: dict[str, Measured] = {}
         self._shards: list[_Shard] = []
         for shard, spectra in over_shards(
             fleet, backend.device, self._measure, lambda adapter: (_Shard([adapter], None), {})
@@ -88,18 +73,11 @@ class DeferredFleet:
             mine = [adapter for adapter in shard.adapters if adapter.name in self._measured]
             if mine:
                 kept = self._kept(shard, ranks, dtype)
-                drain = Drain(self._backend.device)
-                for adapter in mine:
-                    modules = {
-                        module.name: kept[adapter.name, module.name]
-                        for module in adapter.modules
-                        if (adapter.name, module.name) in kept
-                    }
-                    if len(modules) == len(adapter.modules):
-                        yield Directions(adapter, cache_key(adapter), modules, drain, drain.here)
-                    else:
-                        refused.add(adapter.name)
-                del kept, modules
+                refused |= {adapter.name for adapter in mine}
+                for directions in whole_adapters(mine, kept, self._measured, self._backend.device):
+                    refused.remove(directions.adapter.name)
+                    yield directions
+                del kept
         yield from self._rest.directions(ranks, dtype)
         again = self._on_the_side([adapter for adapter in self._fleet if adapter.name in refused])
         yield from again.directions(ranks, dtype)
@@ -107,14 +85,14 @@ class DeferredFleet:
     def _on_the_side(self, adapters: Sequence[Adapter]) -> CachedFleet:
         if not adapters:
             return CachedFleet([], [])
-        with _timed(self._stages, self._backend.device):
+        with timed(self._stages, self._backend.device):
             return CachedFleet(adapters, factorise_fleet(adapters, self._scratch))
 
-    def _measure(self, adapters: list[Adapter]) -> tuple[_Shard, dict[str, _Spectra]]:
+    def _measure(self, adapters: list[Adapter]) -> tuple[_Shard, dict[str, Measured]]:
         """Spectra of the adapters whose every module is accepted, at the price of one direction a module."""
         loaded = load_fleet(adapters, self._backend.device, self._stages)
         found: dict[int, tuple[Floats, str]] = {}
-        with _timed(self._stages, self._backend.device):
+        with timed(self._stages, self._backend.device):
             one = [torch.ones(len(group), dtype=torch.int64) for group in loaded.groups]
             results = factorise_loaded(loaded, self._backend, ks=one)
             for group, members, result in zip(loaded.groups, loaded.members, results, strict=True):
@@ -124,15 +102,16 @@ class DeferredFleet:
                 ):
                     if accepted:
                         found[index] = s, PATHS[path]
-        spectra: dict[str, _Spectra] = {}
+        spectra: dict[str, Measured] = {}
         start = 0
         for adapter in adapters:
             indices = range(start, start + len(adapter.modules))
             start = indices.stop
             if all(index in found for index in indices):
                 names = [module.name for module in adapter.modules]
-                spectra[adapter.name] = _Spectra(
+                spectra[adapter.name] = Measured(
                     adapter.name,
+                    cache_key(adapter),
                     dict(zip(names, adapter.modules, strict=True)),
                     {name: found[index][0] for name, index in zip(names, indices, strict=True)},
                     {name: found[index][1] for name, index in zip(names, indices, strict=True)},
@@ -140,65 +119,14 @@ class DeferredFleet:
         return _Shard(adapters, loaded), spectra
 
     def _kept(self, shard: _Shard, ranks: Ranks, dtype: torch.dtype | None) -> dict[tuple[str, str], Kept]:
-        """What :meth:`_build` gives, which uses up the shard; nothing where that does not fit the device."""
+        """What :func:`~loraforge.export.built.build_kept` gives, which uses up the shard; nothing where that does not
+        fit the device."""
         try:
             loaded = shard.loaded or load_fleet(shard.adapters, self._backend.device, self._stages)
             shard.loaded = None
-            return self._build(loaded, ranks, dtype)
+            return build_kept(loaded, self._measured, ranks, dtype, self._backend, self._stages)
         except torch.OutOfMemoryError:
             return {}
-
-    def _build(
-        self, loaded: LoadedFleet, ranks: Ranks, dtype: torch.dtype | None
-    ) -> dict[tuple[str, str], Kept]:
-        """The kept directions of the modules of a shard that are accepted; views on the device."""
-        k = torch.tensor(
-            [
-                ranks[adapter.name][module.name] if adapter.name in self._measured else 1
-                for adapter, module in loaded.modules
-            ]
-        )
-        with _timed(self._stages, self._backend.device):
-            ordered, kept = _ordered_by(loaded, k)
-            results = factorise_loaded(ordered, self._backend, ks=kept)
-        found: dict[tuple[str, str], Kept] = {}
-        for group, members, result, ks in zip(ordered.groups, ordered.members, results, kept, strict=True):
-            target = dtype or torch.promote_types(group.a.dtype, group.b.dtype)
-            for part in result.parts:
-                exported = Part(part.start, part.stop, part.a.to(target), part.b.to(target))
-                exact, rounded = _action_errors(group, part, exported, ks[part.start : part.stop])
-                good = (exact < MAX_ACTION_ERROR) & (rounded <= accepted_error(target))
-                good &= result.path[part.start : part.stop] != FAILED
-                rows = zip(
-                    members[part.start : part.stop].tolist(),
-                    ks[part.start : part.stop].tolist(),
-                    exported.a.unbind(),
-                    exported.b.unbind(),
-                    rounded.tolist(),
-                    good.tolist(),
-                    strict=True,
-                )
-                for index, width, a, b, error, accepted in rows:
-                    adapter, module = loaded.modules[index]
-                    if accepted and adapter.name in self._measured:
-                        spectra = self._measured[adapter.name]
-                        found[adapter.name, module.name] = Kept(
-                            a[:width],
-                            b[:, :width],
-                            error,
-                            spectra.sigma[module.name],
-                            spectra.paths[module.name],
-                        )
-        return found
-
-
-@contextmanager
-def _timed(stages: Stages, device: torch.device) -> Iterator[None]:
-    """Stage ``factor``, which ends when the device has done its work."""
-    with stages("factor"):
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _spectra_hold(group: Group, result: GroupFactors, backend: Backend) -> Tensor:
@@ -208,43 +136,3 @@ def _spectra_hold(group: Group, result: GroupFactors, backend: Backend) -> Tenso
         batch = Batch.of(group.a[rows], group.b[rows], group.scale[rows])
         errors.append(spectrum_errors(root_spectrum(batch, backend), result.s[rows]))
     return (torch.cat(errors).cpu() < MAX_SPECTRUM_ERROR) & (result.path != FAILED)
-
-
-def _ordered_by(loaded: LoadedFleet, k: Tensor) -> tuple[LoadedFleet, list[Tensor]]:
-    """The same fleet, the rows of each group ordered by rank to keep; and those ranks. Replaces group by group."""
-    members, kept = [], []
-    for number, group in enumerate(loaded.groups):
-        ks = k[loaded.members[number]]
-        order = ks.argsort(stable=True)
-        there = order.to(group.a.device)
-        names = group.names and [group.names[index] for index in order.tolist()]
-        loaded.groups[number] = Group(group.a[there], group.b[there], group.scale[there], names)
-        members.append(loaded.members[number][order])
-        kept.append(ks[order])
-    return LoadedFleet(loaded.modules, loaded.groups, members, loaded.nbytes), kept
-
-
-def _action_errors(group: Group, ordered: Part, exported: Part, ks: Tensor) -> tuple[Tensor, Tensor]:
-    """Action errors [n] of a part, as built and as exported, on the CPU:
-    :func:`loraforge.export.certificate.action_error`, batched."""
-    device = group.a.device
-    x = probes(group.a.shape[2]).to(device)
-    width = torch.arange(ordered.a.shape[1], device=device)
-    found = []
-    for chunk in chunks(group):
-        start, stop = max(chunk.start, ordered.start), min(chunk.stop, ordered.stop)
-        if start >= stop:
-            continue
-        rows, mine = slice(start, stop), slice(start - ordered.start, stop - ordered.start)
-        live = (width < ks[mine].to(device)[:, None])[:, :, None]
-        directions = leading_right_directions(ordered.a[mine].flatten(0, 1)).view_as(ordered.a[mine]) * live
-        inside = group.a[rows].double() @ (directions.mT @ (directions @ x))
-        wanted = group.scale[rows, None, None] * (group.b[rows].double() @ inside)
-        norm = torch.linalg.vector_norm(wanted, dim=(1, 2))
-        errors = []
-        for part in (ordered, exported):
-            got = part.b[mine].double() @ (live * (part.a[mine].double() @ x))
-            errors.append(relative(torch.linalg.vector_norm(got - wanted, dim=(1, 2)), norm))
-        found.append(torch.stack(errors))
-    exact, rounded = torch.cat(found, dim=1).cpu()
-    return exact, rounded

@@ -13,8 +13,11 @@ from loraforge.allocate.policy import Spectra
 from loraforge.allocate.problem import Floats
 from loraforge.errors import InputError
 from loraforge.export.certificate import action_error
+from loraforge.factor import gpu
 from loraforge.factor.cache import CachedAdapter
+from loraforge.factor.engine import Method
 from loraforge.factor.pool import worker_pool
+from loraforge.factor.stages import Stages
 from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule
 from loraforge.tensor_file import Views, host_views
 
@@ -92,6 +95,25 @@ class CachedFleet:
                     kept = pool.map(keep, adapter.modules)
                 modules = {module.name: record for module, record in zip(adapter.modules, kept, strict=True)}
                 yield Directions(adapter, cached.path.stem, modules)
+
+
+def cached_source(
+    fleet: Sequence[Adapter],
+    entries: Sequence[CachedAdapter],
+    *,
+    method: Method = "auto",
+    stages: Stages | None = None,
+) -> Source:
+    """Cache entries of the adapters of ``fleet``, in its order, that ``method`` has made; exported on the GPU, if any.
+
+    ``stages`` gets what a GPU takes to ``load`` and to ``factor`` while directions are asked for.
+    """
+    backend = None if method == "reference" else gpu.kernels()
+    if method == "reference" or backend is None:
+        return CachedFleet(fleet, entries)
+    from loraforge.export.rebuilt import RebuiltFleet  # not imported where there is no GPU
+
+    return RebuiltFleet(fleet, entries, backend, method, Stages() if stages is None else stages)
 
 
 def accepted_error(dtype: torch.dtype) -> float:

@@ -10,11 +10,13 @@ The scale of the original is already in the factors, so rsLoRA is off in both.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from loraforge.config import Layout
 
@@ -32,6 +34,8 @@ _TRAINING_ONLY = (
     "monteclora_config",
     "velora_config",
 )
+# what makes a regular expression of more than a text with wild dots
+_SPECIAL = re.compile(r"[\\^$*+?{}\[\]()|\n]")
 
 
 def layout_rank(layout: Layout, ranks: Mapping[str, int]) -> int:
@@ -42,9 +46,9 @@ def layout_rank(layout: Layout, ranks: Mapping[str, int]) -> int:
     return max(counts, key=lambda rank: (counts[rank], rank))
 
 
-def module_rank(layout: Layout, name: str, ranks: Mapping[str, int]) -> int:
-    """Rows of A that ``layout`` stores for a module."""
-    return layout_rank(layout, ranks) if layout == "padded" else ranks[name]
+def module_ranks(layout: Layout, ranks: Mapping[str, int]) -> Mapping[str, int]:
+    """Rows of A that ``layout`` stores, by module."""
+    return dict.fromkeys(ranks, layout_rank(layout, ranks)) if layout == "padded" else ranks
 
 
 def pad_factors(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,11 +56,7 @@ def pad_factors(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tens
     k = a.shape[0]
     if k == rank:
         return a, b
-    padded_a = a.new_zeros(rank, a.shape[1])
-    padded_b = b.new_zeros(b.shape[0], rank)
-    padded_a[:k] = a
-    padded_b[:, :k] = b
-    return padded_a, padded_b
+    return pad(a, (0, 0, 0, rank - k)), pad(b, (0, rank - k))
 
 
 def pattern_matches(key: str, name: str) -> bool:
@@ -64,20 +64,40 @@ def pattern_matches(key: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
-def pattern_key(name: str, names: Sequence[str]) -> str:
-    """The pattern key of one module: its full name, which engines that look keys up as plain text find too.
+@lru_cache(maxsize=64)
+def pattern_keys(names: tuple[str, ...]) -> dict[str, str]:
+    """The pattern key of each module: its full name, which engines that look keys up as plain text find too.
 
     PEFT reads keys as regular expressions on suffixes. Where a plain name would also match another of ``names``
-    ("proj" beside "block.proj"), the key is escaped and anchored instead.
+    ("proj" beside "block.proj"), the key is escaped and anchored instead. The adapters of a fleet share few lists of
+    names: each is worked out once, and its result is not to be changed.
     """
-    last = name.rpartition(".")[2]
-    rivals = (other for other in names if other.endswith(last) and other != name)
-    if pattern_matches(name, name) and not any(pattern_matches(name, rival) for rival in rivals):
-        return name
-    return "^" + re.escape(name)
+    # in a plain name only dots are wild, so that it matches tails of its own length only
+    tails: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for name in names:
+        for start in (0, *(dot.end() for dot in re.finditer(r"\.", name))):
+            tails[len(name) - start].append((name[start:], name))
+    keys: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        near = (tail for tail, other in tails[len(name)] if tail.endswith(parts[-1]) and other != name)
+        plain = _SPECIAL.search(name) is None
+        keys[name] = name if plain and not any(_fits(parts, tail) for tail in near) else "^" + re.escape(name)
+    return keys
 
 
-def _grid(names: Sequence[str]) -> tuple[set[str], set[str]] | None:
+def _fits(parts: Sequence[str], text: str) -> bool:
+    """Whether ``parts``, with any one character between two of them, are the beginning of ``text``."""
+    start = 0
+    for part in parts:
+        if not text.startswith(part, start):
+            return False
+        start += len(part) + 1
+    return True
+
+
+@lru_cache(maxsize=64)
+def _grid(names: tuple[str, ...]) -> tuple[set[str], set[str]] | None:
     """(layers, parts of a layer) if ``names`` are exactly every part of every layer, else None."""
     layers: set[str] = set()
     parts: set[str] = set()
@@ -98,7 +118,7 @@ def target_fields(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     layer to layer give the full module names instead.
     """
     targets = config.get("target_modules")
-    grid = _grid(names)
+    grid = _grid(tuple(names))
     if isinstance(targets, list) and grid is not None and not config.get("exclude_modules"):
         kinds = {part.rpartition(".")[2] for part in grid[1]}
         if set(targets) == kinds and len(kinds) == len(grid[1]):
@@ -123,7 +143,8 @@ def adapter_config(config: Mapping[str, Any], layout: Layout, ranks: Mapping[str
     r = layout_rank(layout, ranks)
     pattern: dict[str, int] = {}
     if layout == "ragged":
-        pattern = {pattern_key(name, names): k for name, k in ranks.items() if k != r}
+        keys = pattern_keys(tuple(names))
+        pattern = {keys[name]: k for name, k in ranks.items() if k != r}
     kept = {key: value for key, value in config.items() if key not in _TRAINING_ONLY}
     return {
         **kept,

@@ -11,9 +11,9 @@ from loraforge import __version__
 from loraforge.allocate.allocation import AllocationFile
 from loraforge.config import Layout
 from loraforge.errors import InputError
-from loraforge.export.certificate import PROBE_SEED, PROBES, energy_split
+from loraforge.export.certificate import PROBE_SEED, PROBES, energy_splits
 from loraforge.export.directions import Directions, Kept, Source
-from loraforge.export.layouts import adapter_config, layout_rank, module_rank, pad_factors
+from loraforge.export.layouts import adapter_config, layout_rank, module_ranks, pad_factors
 from loraforge.export.manifest import (
     ADAPTER_MANIFEST_FILE,
     MANIFEST_FILE,
@@ -44,21 +44,27 @@ def write_adapter(
     """
     adapter = directions.adapter
     ranks = {module.name: ranks[module.name] for module in adapter.modules}
-    with adapter.reader() as reader:
-        passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
+    passthrough: dict[str, torch.Tensor] = {}
+    if adapter.passthrough:
+        with adapter.reader() as reader:
+            passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
+    stored = {layout: module_ranks(layout, ranks) for layout in layouts}
     written: dict[Layout, Weights] = {}
     for layout in layouts:
         tensors = dict(passthrough)
         with directions.here():
             for module in adapter.modules:
                 kept = directions.modules[module.name]
-                a, b = pad_factors(kept.a, kept.b, module_rank(layout, module.name, ranks))
+                a, b = pad_factors(kept.a, kept.b, stored[layout][module.name])
                 tensors[module.a_key], tensors[module.b_key] = a, b
         folder = out / layout / adapter.name
         folder.mkdir(parents=True)
         file = write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, directions.views)
         written[layout] = Weights(rank=layout_rank(layout, ranks), sha256=file.sha256, bytes=file.bytes)
         write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, ranks))
+    splits = energy_splits(
+        [directions.modules[module.name].sigma for module in adapter.modules], list(ranks.values())
+    )
     return AdapterEntry(
         weights_sha256=adapter.weights_sha256,
         factor_key=directions.factor_key,
@@ -67,17 +73,23 @@ def write_adapter(
         passthrough=adapter.passthrough,
         layouts=written,
         modules={
-            module.name: _entry(module, directions.modules[module.name], ranks, layouts)
-            for module in adapter.modules
+            module.name: _entry(
+                module,
+                directions.modules[module.name],
+                ranks[module.name],
+                split,
+                {layout: stored[layout][module.name] for layout in layouts},
+            )
+            for module, split in zip(adapter.modules, splits, strict=True)
         },
     )
 
 
 def _entry(
-    module: LoraModule, kept: Kept, ranks: Mapping[str, int], layouts: Sequence[Layout]
+    module: LoraModule, kept: Kept, k: int, split: tuple[float, float], stored: Mapping[Layout, int]
 ) -> ModuleEntry:
-    k, width = ranks[module.name], module.d_in + module.d_out
-    energy, lost = energy_split(kept.sigma, k)
+    width = module.d_in + module.d_out
+    energy, lost = split
     return ModuleEntry(
         k=k,
         r=module.rank,
@@ -87,10 +99,47 @@ def _entry(
         path=kept.path,
         certificate=Certificate(action_error=kept.action_error, retained_energy=energy, relative_error=lost),
         compact_parameters=k * width,
-        physical_bytes={
-            layout: module_rank(layout, module.name, ranks) * width * kept.a.dtype.itemsize
-            for layout in layouts
-        },
+        physical_bytes={layout: rank * width * kept.a.dtype.itemsize for layout, rank in stored.items()},
+    )
+
+
+def _write_with_manifests(
+    out: Path,
+    directions: Directions,
+    ranks: Mapping[str, int],
+    layouts: Sequence[Layout],
+    fleet: FleetEntry,
+) -> AdapterEntry:
+    """:func:`write_adapter`, and the adapter's slice of the manifest in every layout."""
+    entry = write_adapter(out, directions, ranks, layouts=layouts)
+    name = directions.adapter.name
+    for layout in layouts:
+        save_manifest(
+            out / layout / name / ADAPTER_MANIFEST_FILE,
+            AdapterManifest(name=name, layout=layout, fleet=fleet, adapter=entry),
+        )
+    return entry
+
+
+def _fleet_entry(
+    allocation: AllocationFile, base_model: str, layouts: Sequence[Layout], dtype: str
+) -> FleetEntry:
+    return FleetEntry(
+        name=allocation.fleet,
+        base_model=base_model,
+        policy=allocation.policy,
+        budget=allocation.budget,
+        floor=allocation.floor,
+        spent=allocation.spent,
+        slack=allocation.slack,
+        optimality_gap=allocation.optimality_gap,
+        retained_energy=allocation.retained_energy,
+        layouts=tuple(layouts),
+        dtype=dtype,
+        tool_version=__version__,
+        allocation_sha256=sha256_text(canonical_json(allocation.model_dump(mode="json", by_alias=True))),
+        probes=PROBES,
+        probe_seed=PROBE_SEED,
     )
 
 
@@ -124,6 +173,7 @@ def export_fleet(
     writers = min(8, available_cpus())
     with atomic_folder(out, force=force) as temporary:
         names = []
+        described = _fleet_entry(allocation, fleet[0].base_model, layouts, dtype)
         with (
             progress("export", len(fleet)) as ticker,
             Background[AdapterEntry](writers, limit=writers) as background,
@@ -131,39 +181,18 @@ def export_fleet(
             for directions in source.directions(allocation.ranks, target):
                 names.append(directions.adapter.name)
                 background.submit(
-                    write_adapter, temporary, directions, allocation.ranks[names[-1]], layouts=layouts
+                    _write_with_manifests,
+                    temporary,
+                    directions,
+                    allocation.ranks[names[-1]],
+                    layouts,
+                    described,
                 )
                 ticker.advance(names[-1])
             written = dict(zip(names, background.results(), strict=True))
-        entries = {adapter.name: written[adapter.name] for adapter in fleet}
         manifest = Manifest(
-            fleet=FleetEntry(
-                name=allocation.fleet,
-                base_model=fleet[0].base_model,
-                policy=allocation.policy,
-                budget=allocation.budget,
-                floor=allocation.floor,
-                spent=allocation.spent,
-                slack=allocation.slack,
-                optimality_gap=allocation.optimality_gap,
-                retained_energy=allocation.retained_energy,
-                layouts=tuple(layouts),
-                dtype=dtype,
-                tool_version=__version__,
-                allocation_sha256=sha256_text(
-                    canonical_json(allocation.model_dump(mode="json", by_alias=True))
-                ),
-                probes=PROBES,
-                probe_seed=PROBE_SEED,
-            ),
-            adapters=entries,
+            fleet=described, adapters={adapter.name: written[adapter.name] for adapter in fleet}
         )
-        for layout in layouts:
-            for name, entry in entries.items():
-                save_manifest(
-                    temporary / layout / name / ADAPTER_MANIFEST_FILE,
-                    AdapterManifest(name=name, layout=layout, fleet=manifest.fleet, adapter=entry),
-                )
         save_manifest(temporary / MANIFEST_FILE, manifest)
     return manifest
 

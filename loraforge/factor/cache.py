@@ -70,8 +70,10 @@ class CachedAdapter:
 
     def spectrum(self, name: str) -> Spectrum:
         """Effective singular values of module ``name``, float64 [r], descending."""
-        spectrum: Spectrum = self._read(f"{name}.S", None).numpy()
-        return spectrum
+        found = self._spectra.get(name)
+        if found is None:
+            found = self._spectra[name] = self._read(f"{name}.S", None).numpy()
+        return found
 
     def factors(self, name: str, k: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """A [k, d_in] and B [d_out, k], float32: the best rank-``k`` update is ``B @ A`` (default: full rank)."""
@@ -86,6 +88,11 @@ class CachedAdapter:
             return None
         value = read_json(path)
         return BuildTiming(value["seconds"], value["workers"], value["stages"])
+
+    @cached_property
+    def _spectra(self) -> dict[str, Spectrum]:
+        """Spectra that were read: allocation and export both ask for each."""
+        return {}
 
     @cached_property
     def _handle(self) -> Any:
@@ -162,7 +169,7 @@ def store(
         "schema": SCHEMA,
         "adapter": adapter.name,
         "weights_sha256": adapter.weights_sha256,
-        "modules": {name: asdict(record) for name, record in records.items()},
+        "modules": {name: vars(record) for name, record in records.items()},
     }
 
     def metadata(sha256: str) -> dict[str, str]:

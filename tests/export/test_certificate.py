@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraforge.export.certificate import action_error, energy_split, probes
+from loraforge.export.certificate import action_error, energy_splits, probes
 from loraforge.factor.reference import dense_svd
 
 
@@ -50,12 +50,13 @@ def test_a_zero_update_is_exact_unless_something_was_added() -> None:
     zero = torch.zeros(1, 24), torch.zeros(40, 1)
     assert action_error((a, b), 1.0, zero[0], zero) == 0.0
     assert action_error((a, b), 1.0, zero[0], (torch.ones(1, 24), torch.ones(40, 1))) == float("inf")
-    assert energy_split(np.zeros(3), 1) == (1.0, 0.0)
+    assert energy_splits([np.zeros(3)], [1]) == [(1.0, 0.0)]
 
 
 def test_energy_keeps_its_digits_where_little_is_lost() -> None:
     sigma = np.array([1.0, 1e-7])
-    kept, lost = energy_split(sigma, 1)
+    (kept, lost), other, whole = energy_splits([sigma, np.array([3.0, 2.0, 1.0]), sigma], [1, 2, 2])
     assert kept == pytest.approx(1.0, abs=1e-13)
     assert lost == pytest.approx(1e-7, rel=1e-9)
-    assert energy_split(sigma, 2) == (1.0, 0.0)
+    assert other == pytest.approx((13 / 14, (1 / 14) ** 0.5))
+    assert whole == (1.0, 0.0)

@@ -16,8 +16,10 @@ from loraforge.compress import Compressed, compress
 from loraforge.config import Layout
 from loraforge.errors import InputError
 from loraforge.export import deferred
+from loraforge.export.directions import CachedFleet
 from loraforge.export.manifest import load_adapter_manifest, load_manifest
 from loraforge.factor import gpu
+from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.gpu import shards
 from loraforge.factor.gpu.ops import Emulated
 from loraforge.files import sha256_file
@@ -39,6 +41,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory, make_adapter: MakeAdapter)
     make_adapter(root / "d", r=1, seed=3)
     make_adapter(root / "e", r=4, seed=4, dtype=torch.float64)
     return root
+
+
+class Blunt(Emulated):
+    """Eigenvalues that no acceptance lets pass."""
+
+    def eigh(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        w, v = super().eigh(g)
+        return w * 1.01, v
+
+
+class Coarse(Emulated):
+    """Factors that lose their last bits, after spectra that are right."""
+
+    def apply(self, x: torch.Tensor, layout: int, t: torch.Tensor, out: torch.Tensor) -> None:
+        super().apply(x, layout, t, out)
+        out.mul_(1 + 1e-3 * torch.rand(out.shape, generator=torch.Generator().manual_seed(0)))
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, backend: type[Emulated] = Emulated) -> None:
@@ -123,6 +141,35 @@ def test_a_cache_on_a_gpu_gives_the_same(
     assert deferred_keys == keys
 
 
+@pytest.mark.parametrize("backend", [Emulated, Blunt, Coarse])
+@pytest.mark.parametrize("dtype", ["bfloat16", "source"])
+def test_a_cached_fleet_is_exported_on_the_gpu_as_from_its_cache(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: type[Emulated]
+) -> None:
+    on_gpu(monkeypatch)
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "dtype": dtype}
+    monkeypatch.setattr(
+        "loraforge.compress.cached_source", lambda fleet, entries, **_: CachedFleet(fleet, entries)
+    )
+    squeeze(folders, tmp_path / "plain", "1/4", **options)
+    monkeypatch.undo()
+    on_gpu(monkeypatch, backend)
+    read: list[Path] = []
+    real = CachedAdapter.factors
+
+    def counted(entry: CachedAdapter, *rest: Any) -> Any:
+        read.append(entry.path)
+        return real(entry, *rest)
+
+    monkeypatch.setattr(CachedAdapter, "factors", counted)
+    done = squeeze(folders, tmp_path / "rebuilt", "1/4", **options)
+    same_fleet(tmp_path / "rebuilt", tmp_path / "plain")
+    everything = {entry.factor_key for entry in done.manifest.adapters.values()}
+    # one is stored as FP64, of which a GPU makes nothing
+    stored = {done.manifest.adapters["e"].factor_key} if backend is Emulated else everything
+    assert {path.stem for path in read} == stored
+
+
 def test_a_fleet_larger_than_the_device_goes_in_shards(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +198,7 @@ def test_directions_that_do_not_fit_after_all_go_through_the_cache_beside_the_ou
 
     on_gpu(monkeypatch)
     squeeze(folders, tmp_path / "fits", "1/4")
-    monkeypatch.setattr(deferred.DeferredFleet, "_build", crowded)
+    monkeypatch.setattr(deferred, "build_kept", crowded)
     squeeze(folders, tmp_path / "crowded", "1/4")
     same_fleet(tmp_path / "crowded", tmp_path / "fits")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["crowded", "fits"]
@@ -171,22 +218,6 @@ def test_nan_is_named_and_nothing_is_written(
         squeeze(tmp_path / "in", tmp_path / "out", "1/2")
     assert (caught.value.path, caught.value.key) == (str(path), key)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-class Blunt(Emulated):
-    """Eigenvalues that no acceptance lets pass."""
-
-    def eigh(self, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        w, v = super().eigh(g)
-        return w * 1.01, v
-
-
-class Coarse(Emulated):
-    """Factors that lose their last bits, after spectra that are right."""
-
-    def apply(self, x: torch.Tensor, layout: int, t: torch.Tensor, out: torch.Tensor) -> None:
-        super().apply(x, layout, t, out)
-        out.mul_(1 + 1e-3 * torch.rand(out.shape, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("backend", [Blunt, Coarse])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from loraforge.export.layouts import (
     adapter_config,
     layout_rank,
     pad_factors,
-    pattern_key,
+    pattern_keys,
     pattern_matches,
     target_fields,
 )
@@ -50,7 +51,7 @@ def test_peft_reads_every_rank_back_and_scale_is_one(ranks: list[int]) -> None:
 
 def test_pattern_keys_stay_apart_where_one_name_ends_another() -> None:
     names = ["proj", "block.proj", "layers.1.up", "model.layers.1.up", "model.layers.11.up", "layers_1.up"]
-    keys = {name: pattern_key(name, names) for name in names}
+    keys = pattern_keys(tuple(names))
     for order in (names, names[::-1]):
         ordered = [keys[name] for name in order]
         for name in names:
@@ -58,6 +59,19 @@ def test_pattern_keys_stay_apart_where_one_name_ends_another() -> None:
     assert keys["model.layers.11.up"] == "model.layers.11.up"  # plain wherever plain is safe
     assert keys["proj"] == "^proj"
     assert keys["block.proj"] == "block.proj"
+
+
+@given(names=st.lists(st.text("ab.-", min_size=1, max_size=6), max_size=8, unique=True))
+def test_a_key_is_plain_exactly_where_it_matches_no_other_name(names: list[str]) -> None:
+    for name, key in pattern_keys(tuple(names)).items():
+        alone = [other for other in names if pattern_matches(name, other)] == [name]
+        assert key == (name if alone else "^" + re.escape(name))
+
+
+def test_a_name_that_is_no_plain_expression_is_escaped() -> None:
+    assert pattern_keys(("a+b", "c[0]", "d(", "e")) == {
+        "a+b": r"^a\+b", "c[0]": r"^c\[0\]", "d(": r"^d\(", "e": "e",
+    }  # fmt: skip
 
 
 def test_layers_one_and_eleven_do_not_match_each_other() -> None:

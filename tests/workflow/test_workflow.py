@@ -85,7 +85,10 @@ def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
     return time.monotonic() - started
 
 
-TARGETS = {"figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"}
+TARGETS = {
+    *("figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"),
+    *("ablation_shrink", "ablation_expand", "dispatch", "cpu_ops"),
+}
 
 
 def jobs(run: Run) -> set[str]:
@@ -232,6 +235,28 @@ def test_a_lost_factor_cache_is_built_again(copy: Path, snakemake: Callable[...,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert (copy / "results/tiny/fleet/spectral_1-4/manifest.json").is_file()
+
+
+def test_kernels_are_timed_on_a_gpu_and_only_by_name(
+    snakemake: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ("--dry-run", "--")
+    for target in ("ablation_shrink", "ablation_expand", "dispatch"):
+        assert jobs(snakemake(*plan, target)) <= {"plot_committed"}
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    timed = {"fetch_engines", "bench_kernels", "bag_evidence", "plot_live"}
+    for target in ("ablation_shrink", "ablation_expand", "dispatch"):
+        assert jobs(snakemake(*plan, target)) - {"plot_committed"} == timed
+    assert not jobs(snakemake(*plan, "figures")) & {"fetch_engines", "bench_kernels", "bench_cpu_ops"}
+
+
+def test_cpu_operations_are_timed_beside_an_engine(snakemake: Callable[..., Run]) -> None:
+    assert jobs(snakemake("--dry-run", "--", "cpu_ops")) <= {"plot_committed"}
+    run = snakemake("--config", "cpu_ops={engine: vllm.whl}", "--dry-run", "--", "cpu_ops")
+    assert jobs(run) - {"plot_committed"} == {"bench_cpu_ops", "bag_evidence", "plot_live"}
 
 
 def test_a_bad_configuration_is_one_line(snakemake: Callable[..., Run], copy: Path) -> None:

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 from loraforge.config import parse_config
+from loraforge import jit
 from loraforge.digest import source_digest
 from loraforge.evidence import index as evidence_index
+from loraforge.evidence.targets import TARGETS
 from loraforge.fleet.lock import load_lock
 
 CONFIG = parse_config(config, "workflow configuration")
@@ -19,10 +21,18 @@ RESULTS = f"results/{CONFIG.name}"
 BASE = f".cache/loraforge/base/{FLEET.base_model.name}"
 FLEET_FILES = [str(path) for path in FLEET.local_files(CONFIG.fleet)]
 INDEX = "evidence/INDEX.sha256"
-STUDIES = ["spectra", "allocation", "recompression", "quality"]
+HAS_GPU = shutil.which("nvidia-smi") is not None
 
 # What is scored on a GPU is the reduced protocol (the paper's, on another fleet); the rest runs on the CPU.
-ON_GPU = CONFIG.quality.device != "cpu" and shutil.which("nvidia-smi") is not None
+ON_GPU = CONFIG.quality.device != "cpu" and HAS_GPU
+
+# Serving kernels are timed on a GPU alone, and only where their target is named: `figures` draws them from committed
+# evidence. CPU operations are timed where there is an engine to hold them against.
+KERNEL_STUDIES = ["shrink_ablation", "expand_ablation", "dispatch"]
+LIVE = ["spectra", "allocation", "recompression", "quality"]
+LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
+STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", *KERNEL_STUDIES])]
+STUDY_OF = {figure: study for study in STUDIES for figure in TARGETS[study].figures}
 
 # Jobs run the loraforge beside this snakemake, whether or not its environment is activated. A prefix takes the place of
 # Snakemake's strict mode, without which a command before `| tee` fails unheard.
@@ -62,13 +72,25 @@ def closing_words():
     return "".join(lines)
 
 
-def figure_files(study):
-    """All pictures of a study: of this run, and of every machine with committed evidence."""
-    hosts = [host for name, host in EVIDENCE if name == study]
+def live_figures(study):
+    """Pictures of this run's own records of a study."""
+    return [f"{RESULTS}/figures/{figure}.svg" for figure in TARGETS[study].figures]
+
+
+def committed_figures(study):
+    """Pictures of a study from every machine with committed evidence."""
     return [
-        f"{RESULTS}/figures/{study}.svg",
-        *(f"{RESULTS}/figures/{host}/{study}.svg" for host in hosts),
+        f"{RESULTS}/figures/{host}/{figure}.svg"
+        for name, host in EVIDENCE
+        if name == study
+        for figure in TARGETS[study].figures
     ]
+
+
+def figure_files(study):
+    """All pictures of a study that its target asks for on this machine."""
+    runs_here = study in LIVE or (study in KERNEL_STUDIES and HAS_GPU)
+    return [*(live_figures(study) if runs_here else []), *committed_figures(study)]
 
 
 def drawn_figures():
@@ -79,6 +101,11 @@ def drawn_figures():
         *sorted(Path(RESULTS, "figures").glob("*/")),
     ]
     return [folder for folder in folders if any(folder.glob("*.svg"))]
+
+
+def bag_file(study):
+    """The file that holds the path of this run's bag of a study."""
+    return f"{RESULTS}/evidence/{study}.bag"
 
 
 def live_bags():
@@ -101,3 +128,4 @@ wildcard_constraints:
     policy="uniform|spectral|spectral-nofloor",
     budget=r"\d+(-\d+)?",
     study="|".join(STUDIES),
+    figure="|".join(STUDY_OF),

@@ -6,6 +6,8 @@ RECORDS = {
     ],
     "recompression": [f"{RESULTS}/recompression.jsonl"],
     "quality": [f"{RESULTS}/quality.jsonl"],
+    "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
+    **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
 }
 
 # sections of the configuration, besides name and fleet, that the records of a study depend on
@@ -14,7 +16,13 @@ DEPENDS = {
     "allocation": ["factor", "policies", "budgets"],
     "recompression": ["recompression"],
     "quality": ["factor", "quality"],
+    "cpu_ops": ["cpu_ops"],
+    **{study: ["kernels"] for study in KERNEL_STUDIES},
 }
+
+# what is not here runs on a CPU
+PROTOCOLS = dict.fromkeys(KERNEL_STUDIES, "paper")
+PROTOCOLS |= {"quality": "reduced"} if ON_GPU else {}
 
 
 rule bag_evidence:
@@ -30,9 +38,7 @@ rule bag_evidence:
     params:
         lock=LOCK,
         config=lambda wildcards: section("name", "fleet", *DEPENDS[wildcards.study]),
-        protocol=lambda wildcards: (
-            "reduced" if ON_GPU and wildcards.study == "quality" else "cpu"
-        ),
+        protocol=lambda wildcards: PROTOCOLS.get(wildcards.study, "cpu"),
         root=subpath(output[0], parent=True),
         records=lambda wildcards, input: [f"--records {file}" for file in input.records],
         source=source_digest(
@@ -48,7 +54,9 @@ rule bag_evidence:
 rule promote_evidence:
     """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
     input:
-        expand(f"{RESULTS}/evidence/{{study}}.bag", study=STUDIES),
+        [bag_file(study) for study in LIVE],
+        # a GPU is not put to work only to promote
+        [bag_file(study) for study in KERNEL_STUDIES if Path(bag_file(study)).exists()],
     log:
         f"{RESULTS}/logs/promote_evidence.log",
     conda:

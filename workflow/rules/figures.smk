@@ -1,67 +1,76 @@
 rule plot_live:
     """A figure of this run's own records."""
     input:
-        f"{RESULTS}/evidence/{{study}}.bag",
+        lambda wildcards: bag_file(STUDY_OF[wildcards.figure]),
     output:
-        multiext(f"{RESULTS}/figures/{{study}}", ".csv", ".svg", ".png", ".json"),
+        multiext(f"{RESULTS}/figures/{{figure}}", ".csv", ".svg", ".png", ".json"),
     log:
-        f"{RESULTS}/logs/plot_live_{{study}}.log",
+        f"{RESULTS}/logs/plot_live_{{figure}}.log",
     conda:
         "../../envs/core.yaml"
     params:
         folder=subpath(output[0], parent=True),
         source=source_digest("figures"),
     message:
-        "Draw {wildcards.study} from this run"
+        "Draw {wildcards.figure} from this run"
     shell:
-        "loraforge figure {wildcards.study} --bag $(cat {input}) --out {params.folder} 2>&1 | tee {log}"
+        "loraforge figure {wildcards.figure} --bag $(cat {input}) --out {params.folder} 2>&1 | tee {log}"
 
 
 rule plot_committed:
     """The same figure from the committed evidence of a larger machine, or of the full study."""
     input:
-        lambda wildcards: f"{EVIDENCE[wildcards.study, wildcards.host]}/tagmanifest-sha256.txt",
+        lambda wildcards: f"{EVIDENCE[STUDY_OF[wildcards.figure], wildcards.host]}/tagmanifest-sha256.txt",
     output:
         multiext(
-            f"{RESULTS}/figures/{{host}}/{{study}}", ".csv", ".svg", ".png", ".json"
+            f"{RESULTS}/figures/{{host}}/{{figure}}", ".csv", ".svg", ".png", ".json"
         ),
     log:
-        f"{RESULTS}/logs/plot_committed_{{host}}_{{study}}.log",
+        f"{RESULTS}/logs/plot_committed_{{host}}_{{figure}}.log",
     conda:
         "../../envs/core.yaml"
     params:
-        bag=lambda wildcards: EVIDENCE[wildcards.study, wildcards.host],
+        bag=lambda wildcards: EVIDENCE[STUDY_OF[wildcards.figure], wildcards.host],
         folder=subpath(output[0], parent=True),
         source=source_digest("figures"),
     message:
-        "Draw {wildcards.study} from the committed evidence of {wildcards.host}"
+        "Draw {wildcards.figure} from the committed evidence of {wildcards.host}"
     shell:
-        "loraforge figure {wildcards.study} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
+        "loraforge figure {wildcards.figure} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
+
+
+# figures that the README and docs/ show; those of serving kernels once there is evidence of them
+DOCUMENTED = ["quality", "recompression"]
+DOCUMENTED += [
+    figure
+    for figure in ("dispatch_layers", "dispatch")
+    if (STUDY_OF[figure], "h200") in EVIDENCE
+]
 
 
 rule document_figures:
     """The figures that the README shows, from the committed evidence; no target's input."""
     input:
-        expand("docs/figures/{study}.svg", study=["quality", "recompression"]),
+        expand("docs/figures/{figure}.svg", figure=DOCUMENTED),
 
 
 rule plot_documented:
     """A figure of the README."""
     input:
-        lambda wildcards: f"{EVIDENCE[wildcards.study, 'h200']}/tagmanifest-sha256.txt",
+        lambda wildcards: f"{EVIDENCE[STUDY_OF[wildcards.figure], 'h200']}/tagmanifest-sha256.txt",
     output:
-        multiext("docs/figures/{study}", ".csv", ".svg", ".png", ".json"),
+        multiext("docs/figures/{figure}", ".csv", ".svg", ".png", ".json"),
     log:
-        f"{RESULTS}/logs/plot_documented_{{study}}.log",
+        f"{RESULTS}/logs/plot_documented_{{figure}}.log",
     conda:
         "../../envs/core.yaml"
     params:
         bag=subpath(input[0], parent=True),
         folder=subpath(output[0], parent=True),
     message:
-        "Draw {wildcards.study} for the README"
+        "Draw {wildcards.figure} for the README"
     shell:
-        "loraforge figure {wildcards.study} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
+        "loraforge figure {wildcards.figure} --bag {params.bag} --out {params.folder} 2>&1 | tee {log}"
 
 
 rule spectra:
@@ -86,6 +95,30 @@ rule quality:
     """Native scores under every policy and budget (Tables 1, 2 and 8)."""
     input:
         figure_files("quality"),
+
+
+rule ablation_shrink:
+    """Shrinks against the engines' over phase, model and pool (Fig. 9); on a GPU they are timed again."""
+    input:
+        figure_files("shrink_ablation"),
+
+
+rule ablation_expand:
+    """RowExpand's tile limit, staging and resources, and expands against the engines' (Figs. 10, 17, Table 5)."""
+    input:
+        figure_files("expand_ablation"),
+
+
+rule dispatch:
+    """Forced, native and automatic kernels over rank, tokens and phase, and whole layers (Figs. 11, 13-15)."""
+    input:
+        figure_files("dispatch"),
+
+
+rule cpu_ops:
+    """Serving operations on a CPU against its engine's; timed here where cpu_ops.engine names one."""
+    input:
+        figure_files("cpu_ops"),
 
 
 rule compressed_fleet:

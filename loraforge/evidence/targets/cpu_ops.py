@@ -89,7 +89,7 @@ class CpuOpsTarget(Target[Item]):
     """``cpu_ops``: one machine, the engine where there was one, and batches."""
 
     name: ClassVar = "cpu_ops"
-    figures: ClassVar = ()
+    figures: ClassVar = ("cpu_ops",)
     sources: ClassVar = ("ops", "bench", "jit.py")
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(
         Annotated[

@@ -25,7 +25,7 @@ class DispatchTarget(KernelTarget):
     """``dispatch``: cells of operation lora (both products), of groups sweep and layer."""
 
     name: ClassVar = "dispatch"
-    figures: ClassVar = ()
+    figures: ClassVar = ("dispatch", "dispatch_map", "dispatch_layers")
 
     def summarise(self, records: Sequence[Item], fleet: str) -> Summary:
         found = cells(records)

@@ -35,7 +35,7 @@ class ExpandAblationTarget(KernelTarget):
     """``expand_ablation``: cells of operation expand, of groups ablation and sweep, and compiled resources."""
 
     name: ClassVar = "expand_ablation"
-    figures: ClassVar = ()
+    figures: ClassVar = ("expand_ablation", "expand_native")
 
     def summarise(self, records: Sequence[Item], fleet: str) -> Summary:
         summary = counted(records) | settings(records)

@@ -13,7 +13,7 @@ class ShrinkAblationTarget(KernelTarget):
     """``shrink_ablation``: cells of operation shrink."""
 
     name: ClassVar = "shrink_ablation"
-    figures: ClassVar = ()
+    figures: ClassVar = ("shrink_ablation",)
 
     def summarise(self, records: Sequence[Item], fleet: str) -> Summary:
         return (

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from loraforge.tensor_file import host_views
 
 SLAB_BYTES = 32 << 20
+_WIDEST = 8  # bytes of an element
 
 
 def enter(device: torch.device) -> None:
@@ -29,9 +31,14 @@ class Drain:
     memory, twice a thread.
     """
 
-    def __init__(self, device: torch.device, *, slab_bytes: int = SLAB_BYTES) -> None:
-        self._device, self._size = device, slab_bytes
-        self._local = threading.local()
+    def __init__(
+        self, device: torch.device, *, slab_bytes: int = SLAB_BYTES, sharing: Drain | None = None
+    ) -> None:
+        """``sharing``: an earlier drain of this device, whose threads keep their streams and buffers, whatever
+        ``slab_bytes``, for this one."""
+        self._device = device
+        self._size: int = max(slab_bytes, _WIDEST) if sharing is None else sharing._size
+        self._local: threading.local = threading.local() if sharing is None else sharing._local
         self._ready: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -69,12 +76,12 @@ class Drain:
                 if not pieces:
                     return
                 if pause:
-                    yield from host_views(pieces)
+                    yield from host_views([_packed(pieces)])
                     continue
                 slab, sent = slabs[turn % 2]
                 turn += 1
                 with torch.cuda.stream(stream):
-                    packed = torch.cat(pieces)
+                    packed = _packed(pieces).view(torch.uint8)
                     slab[: len(packed)].copy_(packed, non_blocking=True)
                     sent.record(stream)
                 under_way.append((slab[: len(packed)], sent))
@@ -102,21 +109,37 @@ def _arrived(piece: Tensor, sent: torch.cuda.Event) -> memoryview:
     return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
+def _packed(pieces: Sequence[Tensor]) -> Tensor:
+    """The elements of ``pieces``, row-major, in one dimension.
+
+    By one call: threads that go in and out of hundreds of small ones wait for the interpreter each time.
+    """
+    packed: Tensor = _flatten_dense_tensors(pieces)  # type: ignore[no-untyped-call]
+    return packed
+
+
 def _batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Bytes of ``tensors`` in lists, of one device each, of at most ``size`` together."""
+    """``tensors``, large ones in pieces, in lists of one device and type each, of at most ``size`` bytes together.
+
+    ``size`` holds an element.
+    """
     batch: list[Tensor] = []
     room = size
     for tensor in tensors:
-        if batch and batch[0].device != tensor.device:
+        if batch and (batch[0].dtype != tensor.dtype or batch[0].device != tensor.device):
             yield batch
             batch, room = [], size
-        rest = tensor.reshape(-1).view(torch.uint8)
-        while len(rest):
-            piece, rest = rest[:room], rest[room:]
-            batch.append(piece)
-            room -= len(piece)
-            if room == 0:
-                yield batch
-                batch, room = [], size
+        rest, width, left = tensor, tensor.element_size(), tensor.numel()
+        while left * width > room:
+            fits = room // width
+            if fits:
+                rest = rest.reshape(-1)
+                batch.append(rest[:fits])
+                rest, left = rest[fits:], left - fits
+            yield batch
+            batch, room = [], size
+        if left:
+            batch.append(rest)
+            room -= left * width
     if batch:
         yield batch

@@ -14,7 +14,7 @@ from loraforge.factor.gpu.drain import Drain
 from loraforge.factor.gpu.engine import Method
 from loraforge.factor.gpu.fleet import factorise_together
 from loraforge.factor.gpu.ops import Backend
-from loraforge.factor.gpu.shards import over_shards
+from loraforge.factor.gpu.shards import STREAMED_BYTES, fit_together, over_shards
 from loraforge.factor.pool import Pool
 from loraforge.factor.stages import Stages
 from loraforge.fleet.peft_io import Adapter
@@ -42,7 +42,7 @@ def build_on_gpu(
 ) -> list[CachedAdapter]:
     """Build the entries of ``missing`` at the paths that are its keys, in its order.
 
-    While the files of one shard are copied back, hashed and written in threads, the next is loaded. Modules that the
+    While the files of one shard are copied back, hashed and written in threads, the next are loaded. Modules that the
     GPU leaves go to the CPU's paths, in ``pool``. ``stages`` gets ``hash`` and ``load``.
     """
     paths = {adapter.name: path for path, adapter in missing.items()}
@@ -69,12 +69,20 @@ def build_on_gpu(
             ticker.advance(adapter.name)
         return entry
 
+    adapters = list(missing.values())
+    together = fit_together(adapters, backend.device)
+    drain = Drain(backend.device)
     with Background[CachedAdapter](writers_count) as writers:
         for shard in over_shards(
-            list(missing.values()), backend.device, work, lambda adapter: _Shard([adapter], [{}], 0.0, {})
+            adapters,
+            backend.device,
+            work,
+            lambda adapter: _Shard([adapter], [{}], 0.0, {}),
+            most=STREAMED_BYTES,
         ):
-            writers.results()  # of the shard before: no more than two are on the device
-            drain = Drain(backend.device)
+            if not together:
+                writers.results()  # of the shard before: no more than two are on the device
+            drain = Drain(backend.device, sharing=drain)
             whole = sum(adapter.n_parameters for adapter in shard.adapters)
             for adapter, done in zip(shard.adapters, shard.factors, strict=True):
                 writers.submit(finish, adapter, done, drain, shard, adapter.n_parameters / whole)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +51,11 @@ class LoadedFleet:
 
 @dataclass(frozen=True)
 class _Span:
+    """Where a tensor lies in the data section of its file, in bytes."""
+
     dtype: torch.dtype
-    shape: tuple[int, int]
     start: int
     stop: int
-
-    def of(self, staged: Tensor) -> Tensor:
-        """The tensor in the data section ``staged`` (uint8) of its file."""
-        raw = staged[self.start : self.stop]
-        # the format aligns tensors of one type only; a view needs more
-        aligned = raw if raw.storage_offset() % self.dtype.itemsize == 0 else raw.clone()
-        return aligned.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,13 @@ def load_fleet(
         }
         try:
             modules, groups, members, rows = _groups(files, device)  # while they read
+            word = _word(files)
+            slots = [(_rows(group.a, word), _rows(group.b, word)) for group in groups]
             hashing = 0.0
             for number, (file, start) in enumerate(zip(files, starts, strict=True)):
                 hashing += running[number].result()
                 mover.join()
-                _scatter(file, staged[start : start + file.nbytes], groups, rows[number])
+                _scatter(file, staged[start : start + file.nbytes].view(word), slots, rows[number])
         finally:
             pool.shutdown(cancel_futures=True)
     share = hashing / threads
@@ -226,8 +223,7 @@ def _header(adapter: Adapter) -> _File:
         entries = {key: header[key] for key in (module.a_key, module.b_key)}
         if all(entry["dtype"] in _DTYPES for entry in entries.values()):
             for key, entry in entries.items():
-                first, second = entry["shape"]
-                spans[key] = _Span(_DTYPES[entry["dtype"]], (first, second), *entry["data_offsets"])
+                spans[key] = _Span(_DTYPES[entry["dtype"]], *entry["data_offsets"])
     return _File(adapter, 8 + length, size, spans, max((span.stop for span in spans.values()), default=0))
 
 
@@ -260,14 +256,42 @@ def _groups(
     return modules, groups, members, rows
 
 
-def _scatter(file: _File, staged: Tensor, groups: Sequence[Group], rows: dict[str, tuple[int, int]]) -> None:
-    """Every factor of a file to its row."""
-    sources, targets = [], []
+def _word(files: Sequence[_File]) -> torch.dtype:
+    """The widest type whose size divides where every factor begins and ends: the format aligns tensors of one type
+    only, and copies of bytes are slow."""
+    common = math.gcd(
+        8, *(place for file in files for span in file.spans.values() for place in (span.start, span.stop))
+    )
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[common]
+
+
+def _rows(stack: Tensor, word: torch.dtype) -> tuple[Tensor, ...]:
+    """Each matrix of ``stack`` [m, ...] as a view of words."""
+    return stack.view(len(stack), -1).view(word).unbind()
+
+
+def _scatter(
+    file: _File,
+    staged: Tensor,
+    slots: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+    rows: Mapping[str, tuple[int, int]],
+) -> None:
+    """Every factor of a file, whose data section ``staged`` is, to its row: ``slots`` by group, side and row.
+
+    One call gives the views of all tensors of a file, for the readers want the interpreter too.
+    """
+    targets: list[tuple[int, int, Tensor]] = []
     for module in file.adapter.modules:
         if module.name in rows:
             group, row = rows[module.name]
-            for key, stack in ((module.a_key, groups[group].a), (module.b_key, groups[group].b)):
-                sources.append(file.spans[key].of(staged))
-                targets.append(stack[row])
-    if targets:
-        torch._foreach_copy_(targets, sources)
+            for key, side in ((module.a_key, 0), (module.b_key, 1)):
+                span = file.spans[key]
+                targets.append((span.start, span.stop, slots[group][side][row]))
+    if not targets:
+        return
+    targets.sort(key=lambda target: target[0])
+    sizes, end = [], 0  # of what lies before a factor, and of the factor
+    for start, stop, _ in targets:
+        sizes += [(start - end) // staged.itemsize, (stop - start) // staged.itemsize]
+        end = stop
+    torch._foreach_copy_([target for *_, target in targets], staged.split_with_sizes(sizes)[1::2])

@@ -13,6 +13,9 @@ T = TypeVar("T")
 
 # for the r x r stages, the FP64 copies of the checks and buffers; a third of a small device
 WORKSPACE_BYTES = 20 << 30
+# as :func:`adapter_bytes` counts, of a shard whose results are written while the next is loaded: little, for the
+# writers wait for the first
+STREAMED_BYTES = 6 << 30
 
 
 def adapter_bytes(adapter: Adapter) -> int:
@@ -33,11 +36,18 @@ def device_room(device: torch.device) -> int:
     return room - min(WORKSPACE_BYTES, room // 3)
 
 
-def shards(adapters: Sequence[Adapter], room: int) -> list[list[Adapter]]:
+def fit_together(adapters: Sequence[Adapter], device: torch.device) -> bool:
+    """Whether all of a fleet may be on ``device`` at once."""
+    return sum(adapter_bytes(adapter) for adapter in adapters) <= device_room(device)
+
+
+def shards(adapters: Sequence[Adapter], room: int, most: int | None = None) -> list[list[Adapter]]:
     """Divide a fleet, in its order. One shard where all of it fits ``room`` bytes; otherwise each fits half, so that
-    one is loaded while the one before is still written. An adapter that is larger goes alone."""
+    one is loaded while the one before is still written. An adapter that is larger goes alone, and so does one that
+    is larger than ``most`` bytes, which no shard exceeds."""
     whole = sum(adapter_bytes(adapter) for adapter in adapters)
     limit = room if whole <= room else room // 2
+    limit = limit if most is None else min(limit, most)
     found: list[list[Adapter]] = []
     used = 0
     for adapter in adapters:
@@ -55,10 +65,11 @@ def over_shards(
     device: torch.device,
     work: Callable[[list[Adapter]], T],
     too_large: Callable[[Adapter], T],
+    most: int | None = None,
 ) -> Iterator[T]:
-    """``work`` on each shard in turn. What does not fit after all is tried in halves; ``too_large`` takes an adapter
-    that does not fit alone."""
-    waiting = shards(adapters, device_room(device))[::-1]
+    """``work`` on each of :func:`shards` in turn. What does not fit after all is tried in halves; ``too_large`` takes
+    an adapter that does not fit alone."""
+    waiting = shards(adapters, device_room(device), most)[::-1]
     while waiting:
         shard = waiting.pop()
         if (result := _unless_too_large(work, shard)) is not None:
