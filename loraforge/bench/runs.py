@@ -170,9 +170,9 @@ def run_kernels(
     def ranks(case: Case) -> list[list[int]]:
         return mixed[case.projection.name] if case.mix == SPECTRAL12 else uniform_ranks(case)
 
+    journals = {op: Journal(Path(out) / f"{target}.jsonl", budget_s) for op, target in TARGET.items()}
     if workers:
-        wanted = [case for layer in layers for case in layer.cases] if "layer" in groups else []
-        wanted += [work.case for work in grids.sweep()] if "sweep" in groups else []
+        wanted = _missing(layers, groups, journals)
         ops: tuple[Op, ...] = ("shrink", "expand", "lora")
         choices: list[tuple[Op, Case, Choice]] = [("lora", case, PREFILL) for case in wanted]
         if setup.table is not None:
@@ -180,7 +180,6 @@ def run_kernels(
             choices += [(op, case, chosen(op, case)) for case in wanted for op in ops]
         compile_ahead(setup, wanted, workers, choices=choices)
     bench = Workbench(device, SEED, ranks=ranks, flushed=flushed)
-    journals = {op: Journal(Path(out) / f"{target}.jsonl", budget_s) for op, target in TARGET.items()}
     floors = measure_floors(bench.timer, device)
     for journal in journals.values():
         setting = _setting(setup, device, floors)
@@ -212,6 +211,21 @@ def run_kernels(
                 journals["expand"].add(record)
         whole &= run_works(bench, works, competing, floors, journals, note=note, say=say)
     return whole
+
+
+def _missing(
+    layers: Sequence[grids.Layer], groups: Sequence[str], journals: Mapping[Op, Journal]
+) -> list[Case]:
+    """Cases of the layers and the sweep that the journals lack, by the last operation of each."""
+    found: list[Case] = []
+    for layer in layers if "layer" in groups else ():
+        note: dict[str, Any] = {"group": "layer", "layer": layer.name}
+        found += [case for case in layer.cases if not journals["lora"].has(describe(case, "lora") | note)]
+    for work in grids.sweep() if "sweep" in groups else ():
+        note = {"group": "sweep", "layer": None}
+        if not journals[work.ops[-1]].has(describe(work.case, work.ops[-1]) | note):
+            found.append(work.case)
+    return found
 
 
 def _sequence(
