@@ -126,20 +126,15 @@ class Ours:
                 restore,
                 label,
             )
-        sync = (
-            None
-            if choice.expand
-            else torch.zeros(_sync_words(plan, operands), dtype=torch.int32).to(x.device)
-        )
         return Launch(
             lambda: ops.lora(
-                x, operands.a_pool, operands.b_compact, table, plan, z, y, slices, choice=choice, sync=sync
+                x, operands.a_pool, operands.b_compact, table, plan, z, y, slices, choice=choice
             ),
             lambda: y,
             poison,
             restore,
             label,
-            2 if choice.expand else 1,
+            1 if choice.shrink.backend == "cpu" else 2,
         )
 
 
@@ -154,11 +149,3 @@ def filled_plan(operands: Operands, tile: int) -> Plan:
     else:
         fill_reference(plan, operands.slots)
     return plan
-
-
-def _sync_words(plan: Plan, operands: Operands) -> int:
-    if operands.device.type != "cuda":
-        return 1
-    from loraforge.ops import cuda
-
-    return cuda.sync_words(plan, operands.pieces)

@@ -30,7 +30,7 @@ _LIBRARY.define(
     f"expand(Tensor z, Tensor b, Tensor table, {_PLAN}, Tensor(y!) y, int[] slices, int[] kernel) -> ()"
 )
 _LIBRARY.define(
-    f"lora(Tensor x, Tensor a, Tensor b, Tensor table, {_PLAN}, Tensor(z!) z, Tensor(y!) y, Tensor(s!)? sync, "
+    f"lora(Tensor x, Tensor a, Tensor b, Tensor table, {_PLAN}, Tensor(z!) z, Tensor(y!) y, "
     "int[] slices, int planes, int[] kernel, int[] expand) -> ()"
 )
 
@@ -82,21 +82,17 @@ def lora(
     slices: Slices,
     *,
     choice: Choice,
-    sync: Tensor | None = None,
 ) -> None:
     """Y += scale (X A^T) B^T by the kernels of ``choice``: :func:`shrink` then :func:`expand`, or one for both.
 
     z: workspace, FP32 [at least choice.planes, T, slices, capacity], contents undefined before and after.
-    sync: int32 workspace of a fused kernel, zeroed once when it is made; other kernels take None. The other operands
-    are those of the two products.
+    The other operands are those of the two products.
 
     Raises LoraForgeError where operands do not fit together, the backend is not there, or the choice is native: the
     engine's own path is the engine's to call.
     """
     kernel, second = choice.codes
-    torch.ops.loraforge.lora(
-        x, a, b, table, *_plan(plan), z, y, sync, _flat(slices), choice.planes, kernel, second
-    )
+    torch.ops.loraforge.lora(x, a, b, table, *_plan(plan), z, y, _flat(slices), choice.planes, kernel, second)
 
 
 def _plan(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -176,7 +172,6 @@ def _lora(
     tile: int,
     z: Tensor,
     y: Tensor,
-    sync: Tensor | None,
     slices: list[int],
     planes: int,
     kernel: list[int],
@@ -198,7 +193,7 @@ def _lora(
     pairs = _check_y(y, table, token_slots, slices)
     _check(a.dtype == b.dtype == x.dtype == y.dtype, "a, b, x, y", "of one dtype")
     plan = Plan(token_slots, order, segments, count, tile)
-    _module(name).lora(x, a, b, table, plan, z[:planes], y, pairs, sync, *options)
+    _module(name).lora(x, a, b, table, plan, z[:planes], y, pairs, *options)
 
 
 def _following(kernel: list[int]) -> list[int]:

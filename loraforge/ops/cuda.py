@@ -125,18 +125,16 @@ def lora(
     z: Tensor,
     y: Tensor,
     slices: Slices,
-    sync: Tensor | None,
     variant: int = 0,
 ) -> None:
     """``y`` += scale (X A^T) B^T in one call: a shrink and a RowExpand whose launches overlap.
 
-    ``z``: workspace [planes, T, slices, capacity] FP32. ``sync``: for kernels of one launch; these use none of it.
+    ``z``: workspace [planes, T, slices, capacity] FP32.
     ``variant``: a shrink's + 100 times a RowExpand's, 0 for the defaults. ``plan.tile`` is at most 16.
     """
     _aligned("x", x, 16, x.stride(0))
     if plan.tile > MAX_TILE:
         raise _too_tall(plan)
-    del sync
     planes, tokens, count, capacity = z.shape
     if tokens:
         first, channels = _extents(tuple(slices))
@@ -147,12 +145,6 @@ def lora(
             *(count, first, channels, x.shape[1], plan.token_slots.data_ptr(), *_plan(plan)),
             *(z.data_ptr(), capacity, planes, y.data_ptr(), y.stride(0), variant),
         )
-
-
-def sync_words(plan: Plan, slices: int) -> int:
-    """How many int32 words :func:`lora` synchronises through: none, since it overlaps two launches."""
-    del plan, slices
-    return 0
 
 
 @cache

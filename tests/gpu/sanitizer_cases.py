@@ -250,15 +250,10 @@ def lora_row_expand(_: Kernels) -> None:
 def lora_fused(_: Kernels) -> None:
     """By number, and by hundreds where a number stands for a shrink and a hundred for an expand."""
     for made, planes in _batches():
-        sync = torch.zeros(max(1, cuda.sync_words(made.plan, len(SLICES))), dtype=torch.int32).cuda()
 
-        def call(
-            hundred: int, number: int, made: Batch = made, planes: int = planes, sync: torch.Tensor = sync
-        ) -> None:
+        def call(hundred: int, number: int, made: Batch = made, planes: int = planes) -> None:
             z, y = made.z(planes), made.y.cpu().cuda()
-            cuda.lora(
-                *(made.x, made.a, made.b, made.table, made.plan, z, y, SLICES, sync), 100 * hundred + number
-            )
+            cuda.lora(*(made.x, made.a, made.b, made.table, made.plan, z, y, SLICES), 100 * hundred + number)
             made.holds_z(z)
             made.holds_y(y)
 

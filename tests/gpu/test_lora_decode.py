@@ -49,7 +49,6 @@ class Case:
     def lora(self, variant: int) -> None:
         cuda.lora(
             *(self.x, self.a, self.b, self.table.tensor, self.plan, self.z, self.y, self.slices),
-            None,
             variant,
         )
 

@@ -74,7 +74,7 @@ def test_torch_accepts_the_op(name: str, backend: str) -> None:
         "shrink": (batch.x, batch.a, batch.table.tensor, *routing, z, code),
         "expand": (z, batch.b, batch.table.tensor, *routing, batch.y, flat, code),
         "lora": (
-            batch.x, batch.a, batch.b, batch.table.tensor, *routing, z, batch.y, None, flat, 1, code, code
+            batch.x, batch.a, batch.b, batch.table.tensor, *routing, z, batch.y, flat, 1, code, code
         ),
     }  # fmt: skip
     torch.library.opcheck(getattr(torch.ops.loraforge, name).default, arguments[name])

@@ -97,11 +97,10 @@ def lora(
     z: Tensor,
     y: Tensor,
     slices: Slices,
-    sync: Tensor | None = None,
 ) -> None:
     """``y`` += scale (X A^T) B^T: :func:`shrink` and :func:`expand` in one parallel region.
 
-    ``z``: workspace [1, T, slices, capacity] FP32, contents undefined before and after. ``sync`` is for GPUs.
+    ``z``: workspace [1, T, slices, capacity] FP32, contents undefined before and after.
     Raises LoraForgeError as the two do.
     """
     planes, tokens, count, capacity = z.shape
