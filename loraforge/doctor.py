@@ -25,6 +25,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "compress, inspect, factor, allocate, export": (),
     "fleet train, fleet base model, eval": ("quality",),
     "figure, evidence, audit, snakemake": ("pipeline",),
+    "bench serve": ("serving",),
     "snakemake --cores all figures": ("quality", "pipeline"),
 }
 _COMPILERS = {

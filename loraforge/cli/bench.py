@@ -1,4 +1,4 @@
-"""``loraforge bench``: timings of factor construction."""
+"""``loraforge bench``: timings of factor construction, serving kernels and serving."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from loraforge.cli import kernels
+from loraforge.cli import kernels, serving
 from loraforge.errors import UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(kernels.app)
+app.add_typer(serving.app)
 
 
 @app.callback()
 def _bench() -> None:
-    """Time factor construction and serving kernels."""
+    """Time factor construction, serving kernels and serving."""
 
 
 @app.command()

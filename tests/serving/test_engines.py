@@ -1,0 +1,218 @@
+"""Engine processes: started, watched and ended for real; command lines as the engines take them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from server import CompletionsServer
+
+from loraforge.errors import OutputError, UsageError
+from loraforge.serving.client import Options, replay
+from loraforge.serving.engines import Engine, EngineConfig, EngineError, command
+from loraforge.serving.metrics import failures
+from loraforge.serving.workload import make_workload
+
+SERVER = Path(__file__).with_name("server.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def engine(port: int, log: Path, *arguments: str, **options: Any) -> Engine:
+    line = [sys.executable, str(SERVER), "--port", str(port), *arguments]
+    return Engine(line, port=port, log=log, **({"start_s": 30.0, "stop_s": 5.0} | options))
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs: a zombie, which nobody may reap in a container, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def vanish() -> Iterator[list[int]]:
+    """Process ids that must be gone at the end of the test."""
+    pids: list[int] = []
+    yield pids
+    assert pids
+    assert not [pid for pid in pids if exists(pid)]
+
+
+def test_it_serves_inside_the_block_and_is_gone_after_it(
+    tmp_path: Path, port: int, vanish: list[int], make_load: Any
+) -> None:
+    workload = make_workload(make_load("ok", each=5), 1, 200.0)
+    with engine(port, tmp_path / "logs" / "engine.log", "--start-s", "0.3") as running:
+        assert running.pid is not None
+        vanish.append(running.pid)
+        assert running.poll() is None
+        with pytest.raises(UsageError, match="has been started already"):
+            running.start()
+        run = replay(workload, {"fleet": running.url}, Options())
+    assert failures(run.requests) == {}
+    assert running.pid is None
+    assert "loading weights" in (tmp_path / "logs" / "engine.log").read_text()
+    with engine(port, tmp_path / "again.log"):  # the port is free at once
+        pass
+
+
+def test_a_crash_at_the_start_shows_the_log(tmp_path: Path, port: int) -> None:
+    log = tmp_path / "engine.log"
+    expected = (
+        r"exit status 1 before it was healthy; the end of .*engine.log:\nloading weights\nRuntimeError: out"
+    )
+    with pytest.raises(EngineError, match=expected), engine(port, log, "--crash"):
+        pass
+
+
+def test_a_start_that_takes_too_long(tmp_path: Path, port: int, vanish: list[int]) -> None:
+    slow = engine(port, tmp_path / "engine.log", "--start-s", "60", start_s=1.0)
+    slow.start()
+    assert slow.pid is not None
+    vanish.append(slow.pid)
+    with pytest.raises(EngineError, match=r"is not healthy after 1 s; the end of .*:\nloading weights"):
+        slow.wait_healthy()
+    slow.stop()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="is not healthy after 1 s"), slow:
+        pass
+    assert time.monotonic() - started < 10
+
+
+def test_what_ignores_sigterm_is_killed_with_its_children(
+    tmp_path: Path, port: int, vanish: list[int]
+) -> None:
+    log = tmp_path / "engine.log"
+    with engine(port, log, "--stubborn", stop_s=0.5):
+        found = re.search(r"child (\d+) of (\d+)", log.read_text())
+        assert found is not None
+        vanish += [int(found[1]), int(found[2])]
+        assert all(exists(pid) for pid in vanish)
+
+
+def test_children_of_a_server_that_died_are_ended(tmp_path: Path, port: int, vanish: list[int]) -> None:
+    log = tmp_path / "engine.log"
+    with engine(port, log, "--stubborn", stop_s=0.5) as running:
+        found = re.search(r"child (\d+) of (\d+)", log.read_text())
+        assert found is not None
+        vanish.append(int(found[1]))
+        os.kill(int(found[2]), 9)
+        while running.poll() is None:
+            time.sleep(0.02)
+        assert exists(vanish[0])
+
+
+def test_an_error_in_the_block_leaves_nothing(tmp_path: Path, port: int, vanish: list[int]) -> None:
+    def fail() -> None:
+        with engine(port, tmp_path / "engine.log") as running:
+            assert running.pid is not None
+            vanish.append(running.pid)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with CompletionsServer() as other:
+        port = int(other.url.rpartition(":")[2])
+        with (
+            pytest.raises(UsageError, match=rf"port {port} is in use; end what listens there, or"),
+            engine(port, tmp_path / "engine.log"),
+        ):
+            pass
+        assert not (tmp_path / "engine.log").exists()
+
+
+def test_no_such_program_and_no_log(tmp_path: Path, port: int) -> None:
+    absent = Engine([str(tmp_path / "python")], port=port, log=tmp_path / "engine.log")
+    with pytest.raises(UsageError, match=r"python: cannot be run \(No such file"), absent:
+        pass
+    absent.stop()
+    with pytest.raises(OutputError, match=r"cannot be written \(Is a directory\)"):
+        engine(port, tmp_path).start()
+    with pytest.raises(UsageError, match="has not been started"):
+        absent.poll()
+
+
+def test_the_environment_reaches_it(tmp_path: Path, port: int) -> None:
+    log = tmp_path / "engine.log"
+    line = [sys.executable, "-c", "import os; print(os.environ['POOL'], os.environ['PATH'] != '')"]
+    with (
+        pytest.raises(EngineError, match="ended with exit status 0"),
+        Engine(line, port=port, log=log, env={"POOL": "7"}),
+    ):
+        pass
+    assert log.read_text() == "7 True\n"
+
+
+def config(**changed: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "engine": "vllm",
+        "model": "/models/base",
+        "python": "/venv/bin/python",
+        "port": 8123,
+        "context": 2048,
+        "kv_tokens": 16384,
+        "lora": {"adapters": {"a": "/fleet/a", "b": "/fleet/b"}, "slots": 2, "max_rank": 64},
+    }
+    return EngineConfig(**(values | changed))
+
+
+def test_the_command_of_vllm() -> None:
+    assert " ".join(command(config(extra=("--enforce-eager",)))) == (
+        "/venv/bin/python -m vllm.entrypoints.cli.main serve /models/base --host 127.0.0.1 --port 8123"
+        " --served-model-name base --dtype bfloat16 --max-model-len 2048 --max-num-seqs 256"
+        " --block-size 16 --num-gpu-blocks-override 1024 --no-enable-prefix-caching"
+        " --enable-lora --max-loras 2 --max-lora-rank 64 --max-cpu-loras 2"
+        " --lora-modules a=/fleet/a b=/fleet/b --enforce-eager"
+    )
+    base = command(config(lora=None, kv_tokens=None, prefix_cache=True))
+    assert base[-3:] == ["--max-num-seqs", "256", "--enable-prefix-caching"]
+
+
+def test_the_command_of_sglang() -> None:
+    lora = {"adapters": {"a": "/fleet/a"}, "slots": 2, "max_rank": 64, "backend": "csgmv"}
+    assert " ".join(command(config(engine="sglang", lora=lora))) == (
+        "/venv/bin/python -m sglang.launch_server --model-path /models/base --host 127.0.0.1 --port 8123"
+        " --served-model-name base --dtype bfloat16 --context-length 2048 --max-running-requests 256"
+        " --max-total-tokens 16384 --disable-radix-cache"
+        " --enable-lora --max-loras-per-batch 2 --max-lora-rank 64 --lora-backend csgmv --lora-paths a=/fleet/a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kv_tokens": 100}, "100 is no multiple of kv_block 16"),
+        (
+            {"lora": {"adapters": {"a": "/a"}, "slots": 1, "max_rank": 8, "backend": "csgmv"}},
+            "no such option",
+        ),
+        ({"lora": {"adapters": {}, "slots": 1, "max_rank": 8}}, "at least 1 item"),
+        ({"port": 0}, "greater than or equal to 1"),
+        ({"sampler": 1}, "Extra inputs"),
+    ],
+)
+def test_configurations_that_make_no_sense(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**changed)
