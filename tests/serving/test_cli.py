@@ -131,7 +131,14 @@ def test_a_killed_server(tmp_path: Path, load: Path) -> None:
 def test_without_aiohttp_the_extra_is_named(tmp_path: Path, load: Path) -> None:
     bench("workload", load, "--rate", 4, "-o", tmp_path / "w.jsonl")
     program = "import sys; sys.modules['aiohttp'] = None; from loraforge.cli import main; main(sys.argv[1:])"
-    arguments = ("--url", "http://127.0.0.1:9", "--workload", tmp_path / "w.jsonl", "-o", tmp_path / "r.jsonl")
+    arguments = (
+        "--url",
+        "http://127.0.0.1:9",
+        "--workload",
+        tmp_path / "w.jsonl",
+        "-o",
+        tmp_path / "r.jsonl",
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, "bench", "serve", *map(str, arguments)],
         capture_output=True,

@@ -180,7 +180,7 @@ def config(**changed: Any) -> EngineConfig:
 
 def test_the_command_of_vllm() -> None:
     assert " ".join(command(config(extra=("--enforce-eager",)))) == (
-        "/venv/bin/python -m vllm.entrypoints.cli.main serve /models/base --host 127.0.0.1 --port 8123"
+        "/venv/bin/python -m vllm.entrypoints.openai.api_server --model /models/base --host 127.0.0.1 --port 8123"
         " --served-model-name base --dtype bfloat16 --max-model-len 2048 --max-num-seqs 256"
         " --block-size 16 --num-gpu-blocks-override 1024 --no-enable-prefix-caching"
         " --enable-lora --max-loras 2 --max-lora-rank 64 --max-cpu-loras 2"
