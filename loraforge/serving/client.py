@@ -52,19 +52,24 @@ class Options:
     timeout_s: float = 600.0
 
 
+def asked_model(request: Request, base: str, options: Options) -> str:
+    """Name that a request asks for: its adapter's, or the base model's."""
+    return base if options.base_only or request.adapter is None else request.adapter
+
+
 def body(request: Request, base: str, options: Options) -> dict[str, Any]:
     """The JSON of one request. SGLang takes the adapter beside the base model's name, vLLM in its place."""
-    adapter = None if options.base_only else request.adapter
+    model = asked_model(request, base, options)
     asked: dict[str, Any] = {
-        "model": base,
+        "model": base if options.engine == "sglang" else model,
         "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
         "max_tokens": request.output_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if adapter is not None:
-        asked["lora_path" if options.engine == "sglang" else "model"] = adapter
+    if options.engine == "sglang" and model != base:
+        asked["lora_path"] = model
     if options.stop != "natural":
         asked |= {
             "min_tokens": request.output_tokens,
@@ -151,6 +156,7 @@ async def _passes(
             requests_sha256=header["requests_sha256"],
             arrivals_sha256=header["arrivals_sha256"],
             outputs_sha256=header["outputs_sha256"],
+            engine=options.engine,
             seed=header["seed"],
             rate=header["rate"],
             stop=options.stop,
@@ -202,7 +208,6 @@ class _Usage(BaseModel):
 
 class _Choice(BaseModel):
     text: str | None = None
-    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -220,6 +225,7 @@ class _Seen:
 
     sent_s: float | None = None
     first_s: float | None = None
+    text_s: float | None = None
     end_s: float | None = None
     prompt_tokens: int | None = None
     stated: int | None = None
@@ -234,11 +240,12 @@ class _Seen:
         if event.usage is not None:
             self.prompt_tokens, self.stated = event.usage.prompt_tokens, event.usage.completion_tokens
         for choice in event.choices or ():
+            self.first_s = now if self.first_s is None else self.first_s
             self.end_s = now
             self.finish_reason = choice.finish_reason or self.finish_reason
-            if choice.text or choice.token_ids:
+            if choice.text:
+                self.text_s = now if self.text_s is None else self.text_s
                 self.chunks += 1
-                self.first_s = now if self.first_s is None else self.first_s
 
 
 class _Failed(Exception):
@@ -343,7 +350,7 @@ class _Replay:
         """Why an answer without an error is not the one asked for, or None."""
         if not seen.done:
             return "stream ended before [DONE]"
-        if seen.end_s is None:
+        if seen.first_s is None:
             return "stream without an answer"
         if seen.finish_reason == "abort":
             return "server: aborted the request"
@@ -353,17 +360,17 @@ class _Replay:
         return None
 
     def _record(self, request: Request, seen: _Seen, failure: str | None) -> RequestRecord:
-        asked = body(request, self.bases[request.fleet], self.options)
-        answered = seen.end_s is not None and (failure is None or seen.chunks > 0)
+        answered = seen.first_s is not None
         return RequestRecord(
             id=request.id,
             fleet=request.fleet,
             adapter=request.adapter,
-            model=asked.get("lora_path", asked["model"]),
+            model=asked_model(request, self.bases[request.fleet], self.options),
             asked_tokens=request.output_tokens,
             scheduled_s=request.arrival_s,
             sent_s=seen.sent_s,
             first_s=seen.first_s,
+            text_s=seen.text_s,
             end_s=seen.end_s,
             prompt_tokens=seen.prompt_tokens,
             output_tokens=(seen.chunks if seen.stated is None else seen.stated) if answered else None,

@@ -14,10 +14,19 @@ from loraforge.serving.records import RequestRecord, Run
 
 
 def ttft_s(request: RequestRecord) -> float | None:
+    """Seconds from sending to the first token's chunk, connection included; None where the request failed."""
+    return _after_sending(request, request.first_s)
+
+
+def ttft_text_s(request: RequestRecord) -> float | None:
     """Seconds from sending to the first text, connection included; None where it failed or had no text."""
-    if request.failure is not None or request.sent_s is None or request.first_s is None:
+    return _after_sending(request, request.text_s)
+
+
+def _after_sending(request: RequestRecord, when_s: float | None) -> float | None:
+    if request.failure is not None or request.sent_s is None or when_s is None:
         return None
-    return request.first_s - request.sent_s
+    return when_s - request.sent_s
 
 
 def tpot_s(request: RequestRecord) -> float | None:
@@ -57,6 +66,7 @@ def summarise(run: Run) -> dict[str, float | None]:
     wall = wall_s(requests)
     tokens = sum(request.output_tokens or 0 for request in good)
     ttft = [value for request in good if (value := ttft_s(request)) is not None]
+    text = [value for request in good if (value := ttft_text_s(request)) is not None]
     tpot_ms = [value * 1e3 for request in good if (value := tpot_s(request)) is not None]
     lag_ms = [
         (request.sent_s - request.scheduled_s) * 1e3 for request in requests if request.sent_s is not None
@@ -65,7 +75,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         "requests": len(requests),
         "completed": len(good),
         "failed": len(requests) - len(good),
-        "without_text": sum(request.first_s is None for request in good),
+        "without_text": len(good) - len(text),
         "prompt_tokens": sum(request.prompt_tokens or 0 for request in good),
         "output_tokens": tokens,
         "wall_s": wall,
@@ -73,6 +83,8 @@ def summarise(run: Run) -> dict[str, float | None]:
         "tok_s": tokens / wall if wall else None,
         "ttft_p50_s": quantile(ttft, 0.50),
         "ttft_p99_s": quantile(ttft, 0.99),
+        "ttft_text_p50_s": quantile(text, 0.50),
+        "ttft_text_p99_s": quantile(text, 0.99),
         "tpot_p50_ms": quantile(tpot_ms, 0.50),
         "tpot_p99_ms": quantile(tpot_ms, 0.99),
         "lag_p99_ms": quantile(lag_ms, 0.99),

@@ -31,7 +31,11 @@ class RequestRecord(_Record):
     asked_tokens: int = Field(description="exact length, or the cap of a natural stop")
     scheduled_s: float
     sent_s: float | None = Field(None, description="null where it was never sent")
-    first_s: float | None = Field(None, description="first chunk with text or tokens; null without one")
+    first_s: float | None = Field(
+        None,
+        description="first chunk of the answer: engines send one once there is a token, if its text is empty too",
+    )
+    text_s: float | None = Field(None, description="first chunk with text; null where nothing printable came")
     end_s: float | None = Field(
         None, description="last chunk of the answer; where the request failed, when that was known"
     )
@@ -52,6 +56,7 @@ class RunRecord(_Record):
     requests_sha256: str
     arrivals_sha256: str
     outputs_sha256: str
+    engine: Literal["vllm", "sglang"]
     seed: int
     rate: float = Field(description="offered requests a second")
     stop: Stop

@@ -49,7 +49,7 @@ def test_every_request_is_sent_once_as_the_workload_says(make_load: Any) -> None
         assert (row.prompt_tokens, row.output_tokens, row.counted) == (len(request.prompt), 3, "usage")
         assert row.finish_reason == "length"
         assert row.sent_s is not None
-        assert row.scheduled_s <= row.sent_s <= row.first_s <= row.end_s  # type: ignore[operator]
+        assert row.scheduled_s <= row.sent_s <= row.first_s == row.text_s <= row.end_s  # type: ignore[operator]
     assert run.run.workload == workload.sha256
 
 
@@ -61,8 +61,8 @@ def test_times_are_those_of_the_server(make_load: Any) -> None:
         ttft, tpot = ttft_s(row), tpot_s(row)
         assert ttft is not None
         assert tpot is not None
-        assert 0.2 <= ttft < 0.4
-        assert 0.05 <= tpot < 0.1
+        assert 0.2 <= ttft < 0.6
+        assert 0.05 <= tpot < 0.15
     summary = summarise(run)
     assert summary["tok_s"] == pytest.approx(15 / summary["wall_s"])  # type: ignore[operator]
 
@@ -76,10 +76,10 @@ def test_the_loop_is_open(make_load: Any) -> None:
     first_end = min(row.end_s for row in run.requests if row.end_s is not None)
     assert sum(when < first_end for when in sent) == 40
     gaps = [row.sent_s - row.scheduled_s for row in run.requests if row.sent_s is not None]
-    assert max(gaps) < 0.25
+    assert max(gaps) < 0.5
     arrived = sorted(server.arrived)
     span = workload.requests[-1].arrival_s - workload.requests[0].arrival_s
-    assert arrived[-1] - arrived[0] == pytest.approx(span, abs=0.25)
+    assert arrived[-1] - arrived[0] == pytest.approx(span, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,12 @@ def test_tokens_are_counted_where_usage_is_not_stated(make_load: Any) -> None:
     assert (row.output_tokens, row.counted, row.failure) == (4, "chunks", None)
 
 
-def test_an_answer_without_text_has_no_first_token(make_load: Any) -> None:
+def test_an_answer_without_text_has_a_first_token(make_load: Any) -> None:
     with CompletionsServer() as server:
         run = ask(server, make_workload(make_load("empty"), 1, FAST))
     row = only(run)
-    assert (row.output_tokens, row.first_s, row.failure) == (4, None, None)
+    assert (row.output_tokens, row.text_s, row.failure) == (4, None, None)
+    assert row.first_s is not None
     assert summarise(run)["without_text"] == 1
 
 

@@ -18,6 +18,7 @@ from loraforge.serving.metrics import (
     summarise,
     tpot_s,
     ttft_s,
+    ttft_text_s,
     wall_s,
 )
 from loraforge.serving.records import RequestRecord, Run, RunRecord
@@ -33,6 +34,7 @@ def request(number: int = 0, **changed: Any) -> RequestRecord:
         "scheduled_s": 1.0,
         "sent_s": 1.0,
         "first_s": 1.5,
+        "text_s": 1.75,
         "end_s": 2.5,
         "prompt_tokens": 7,
         "output_tokens": 5,
@@ -47,6 +49,7 @@ def run(*requests: RequestRecord, **changed: Any) -> Run:
         "requests_sha256": "1" * 64,
         "arrivals_sha256": "2" * 64,
         "outputs_sha256": "3" * 64,
+        "engine": "vllm",
         "seed": 101,
         "rate": 4.0,
         "stop": "exact",
@@ -62,6 +65,8 @@ def test_latencies_by_hand() -> None:
     assert ttft_s(request()) == 0.5
     assert tpot_s(request()) == 0.25  # one second over four tokens after the first
     assert tpot_s(request(output_tokens=1)) is None
+    assert ttft_text_s(request()) == 0.75
+    assert ttft_text_s(request(text_s=None)) is ttft_text_s(request(failure="reset")) is None
     assert ttft_s(request(first_s=None)) is None
     assert ttft_s(request(failure="reset")) is None
     assert tpot_s(request(failure="reset")) is None
@@ -72,7 +77,14 @@ def test_a_replay_by_hand() -> None:
         run(
             request(0),
             request(
-                1, scheduled_s=2.0, sent_s=2.002, first_s=3.002, end_s=3.402, output_tokens=3, prompt_tokens=1
+                1,
+                scheduled_s=2.0,
+                sent_s=2.002,
+                first_s=3.002,
+                text_s=None,
+                end_s=3.402,
+                output_tokens=3,
+                prompt_tokens=1,
             ),
             request(2, sent_s=2.0, first_s=None, end_s=6.0, output_tokens=None, failure="timeout"),
             request(
@@ -90,6 +102,8 @@ def test_a_replay_by_hand() -> None:
     assert summary["requests_s"] == pytest.approx(0.4)
     assert summary["ttft_p50_s"] == pytest.approx(0.75)  # of 0.5 and 1.0
     assert summary["ttft_p99_s"] == pytest.approx(0.995)
+    assert summary["ttft_text_p50_s"] == pytest.approx(0.75)  # of the first alone
+    assert summary["without_text"] == 1
     assert summary["tpot_p50_ms"] == pytest.approx(225)  # of 250 and 200
     assert summary["tpot_p99_ms"] == pytest.approx(249.5)
     assert summary["lag_p99_ms"] == pytest.approx(980.04)  # of 0, 2 and 1000: 2 + 0.98 x 998
@@ -124,6 +138,7 @@ def test_what_is_not_averaged() -> None:
         over_seeds([])
 
 
+MILLISECONDS = st.integers(0, 100_000).map(lambda ms: ms / 1000)
 FINITE = st.floats(-1e6, 1e6)
 
 
@@ -141,7 +156,7 @@ def test_quantiles_lie_in_the_range_and_rise(values: list[float], p: float, q: f
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 100), st.floats(0, 10), st.floats(0, 10), st.integers(1, 500), st.booleans()),
+        st.tuples(MILLISECONDS, MILLISECONDS, MILLISECONDS, st.integers(1, 500), st.booleans()),
         min_size=1,
         max_size=30,
     )
