@@ -144,7 +144,17 @@ class Zipf(_Strict):
 
 
 class LoadSpec(_Strict):
-    """A declared load: what ``loraforge bench workload`` reads from YAML."""
+    """A declared load: what ``loraforge bench workload`` reads from YAML.
+
+    .. code-block:: yaml
+
+        fleets:
+          smol:
+            adapters: [city_country, es_conj, null]    # null: the base model
+            vocabulary: {low: 100, high: 49000, tokens: {kind: lognormal, mean: 200, sigma: 0.5, high: 1500}}
+            output_tokens: {kind: uniform, low: 8, high: 64}
+        popularity: {kind: zipf, requests: 1000, s: 1.0}    # or {kind: even, requests: 20}, of each adapter
+    """
 
     fleets: dict[str, FleetLoad] = Field(min_length=1)
     popularity: Even | Zipf = Field(discriminator="kind")

@@ -33,9 +33,8 @@ pytestmark = [
 HIDDEN, HEADS, LAYERS = 256, 4, 2
 # the engine as it comes, and little memory for its cache
 ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-RATE, REQUESTS = 4.0, 40
-# passes on a shared machine differ by more than the clients do: this catches a clock of another kind
-TOLERANCE = {"ttft": 0.6, "tpot": 0.2}
+RATE, REQUESTS = 3.0, 90
+TOLERANCE = 0.25  # of medians: two samples of arrivals on a busy machine, not two clocks
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +112,11 @@ def test_an_unknown_adapter_fails_alone(engine: Engine, make_load: Any) -> None:
     assert "nobody" in reason
 
 
-def own_client(engine: Engine, base: Path, out: Path, seed: int) -> dict[str, list[float]]:
-    """Latencies in seconds that vLLM's own client measures: adapter a, 32 prompt and 32 output tokens, Poisson."""
+def both_clients(
+    engine: Engine, base: Path, out: Path
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Latencies in seconds of our client and of vLLM's own, at work at the same time so that they see the same engine:
+    adapter a, 32 prompt and 32 output tokens, Poisson arrivals."""
     program = (
         "import sys; from vllm.benchmarks.serve import add_cli_args, main;"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser;"
@@ -132,7 +134,7 @@ def own_client(engine: Engine, base: Path, out: Path, seed: int) -> dict[str, li
         "num-warmups": 3,
         "request-rate": RATE,
         "temperature": 0,
-        "seed": seed,
+        "seed": 1,
         "result-dir": out.parent,
         "result-filename": out.name,
     }
@@ -140,17 +142,29 @@ def own_client(engine: Engine, base: Path, out: Path, seed: int) -> dict[str, li
     line = [PYTHON, "-c", program, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
     for key, value in arguments.items():
         line += [f"--{key}", str(value)]
-    done = subprocess.run(
-        line, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    with (
+        open(out.with_suffix(".log"), "wb") as log,
+        subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **ENVIRONMENT, "PYTHONUNBUFFERED": "1"},
+        ) as process,
+    ):
+        assert process.stdout is not None
+        said = next((text for text in process.stdout if "Starting main benchmark" in text), None)
+        assert said is not None, out.with_suffix(".log").read_text()[-2000:]
+        ours = our_client(engine)
+        process.stdout.read()
+    assert process.returncode == 0, out.with_suffix(".log").read_text()[-2000:]
     result = json.loads(out.read_text())
     assert result["completed"] == REQUESTS
     tpot = [sum(gaps) / (n - 1) for gaps, n in zip(result["itls"], result["output_lens"], strict=True)]
-    return {"ttft": result["ttfts"], "tpot": tpot}
+    return ours, {"ttft": result["ttfts"], "tpot": tpot}
 
 
-def our_client(engine: Engine, seed: int) -> dict[str, list[float]]:
+def our_client(engine: Engine) -> dict[str, list[float]]:
     spec = LoadSpec.model_validate(
         {
             "fleets": {
@@ -163,7 +177,7 @@ def our_client(engine: Engine, seed: int) -> dict[str, list[float]]:
             "popularity": {"kind": "even", "requests": REQUESTS},
         }
     )
-    run = replay(make_workload(spec, seed, RATE), {"fleet": engine.url}, Options(timeout_s=60), warmup=3)
+    run = replay(make_workload(spec, 1, RATE), {"fleet": engine.url}, Options(timeout_s=60))
     assert failures(run.requests) == {}
     ttft = [value for row in run.requests if (value := ttft_s(row)) is not None]
     tpot = [value for row in run.requests if (value := tpot_s(row)) is not None]
@@ -172,16 +186,7 @@ def our_client(engine: Engine, seed: int) -> dict[str, list[float]]:
 
 
 def test_latencies_are_those_of_the_engines_own_client(engine: Engine, base: Path, tmp_path: Path) -> None:
-    """Medians of one adapter's requests, the two clients taking turns on one server."""
-    ours: dict[str, list[float]] = {"ttft": [], "tpot": []}
-    theirs: dict[str, list[float]] = {"ttft": [], "tpot": []}
-    for seed in range(2):
-        for pooled, measured in (
-            (theirs, own_client(engine, base, tmp_path / f"{seed}.json", seed)),
-            (ours, our_client(engine, seed)),
-        ):
-            for key, values in measured.items():
-                pooled[key] += values
+    ours, theirs = both_clients(engine, base, tmp_path / "theirs.json")
     for key, values in ours.items():
         print(f"{key}: ours {median(values):.5f} s, theirs {median(theirs[key]):.5f} s")
-        assert median(values) == pytest.approx(median(theirs[key]), rel=TOLERANCE[key]), key
+        assert median(values) == pytest.approx(median(theirs[key]), rel=TOLERANCE), key

@@ -248,6 +248,14 @@ def test_bad_loads_name_their_key(
         load_spec(tmp_path / "load.yaml")
 
 
+def test_the_documented_load_is_one() -> None:
+    example = (LoadSpec.__doc__ or "").partition("yaml\n")[2]
+    made = make_workload(LoadSpec.model_validate(yaml.safe_load(example)), 1, 4.0)
+    assert len(made.requests) == 1000
+    assert {request.adapter for request in made.requests} == {"city_country", "es_conj", None}
+    assert all(8 <= request.output_tokens <= 64 for request in made.requests)
+
+
 def test_a_fleet_needs_one_source_of_prompts_and_no_adapter_twice(make_load: Any) -> None:
     load = make_load("a").model_dump(mode="json")
     load["fleets"]["fleet"]["prompts"] = "p.jsonl"
