@@ -70,16 +70,16 @@ def test_times_are_those_of_the_server(make_load: Any) -> None:
 def test_the_loop_is_open(make_load: Any) -> None:
     """Requests go out on time while all before them are still unanswered."""
     workload = make_workload(make_load("ok", each=40, tokens=1), 2, 100.0)
-    with CompletionsServer(first_s=1.0) as server:
+    with CompletionsServer(first_s=2.0) as server:
         run = ask(server, workload)
     sent = [row.sent_s for row in run.requests if row.sent_s is not None]
     first_end = min(row.end_s for row in run.requests if row.end_s is not None)
     assert sum(when < first_end for when in sent) == 40
     gaps = [row.sent_s - row.scheduled_s for row in run.requests if row.sent_s is not None]
-    assert max(gaps) < 0.5
+    assert max(gaps) < 1.0
     arrived = sorted(server.arrived)
     span = workload.requests[-1].arrival_s - workload.requests[0].arrival_s
-    assert arrived[-1] - arrived[0] == pytest.approx(span, abs=0.5)
+    assert arrived[-1] - arrived[0] == pytest.approx(span, abs=1.0)
 
 
 @pytest.mark.parametrize(
