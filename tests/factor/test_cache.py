@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def test_changed_weights_or_scale_are_another_entry(tmp_path: Path, make_adapter
     assert len(paths) == 3
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "rename", "garbage", "empty"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "error", "path", "rename", "garbage", "empty"])
 def test_damaged_entry_is_refused_and_rebuilt_alone(
     fleet: list[Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -182,10 +183,13 @@ def test_damaged_entry_is_refused_and_rebuilt_alone(
     broken = {
         "truncate": whole[:-100],
         "flip": bytes(flipped),
+        "error": re.sub(rb'(action_error\\":)\d', rb"\g<1>0", whole, count=1),
+        "path": whole.replace(b'path\\":\\"gram', b'path\\":\\"tsqr', 1),
         "rename": whole.replace(b"layers.0.self_attn.q_proj.S", b"layers.9.self_attn.q_proj.S", 1),
         "garbage": b"x" * 1000,
         "empty": b"",
     }
+    assert broken[damage] != whole
     path.write_bytes(broken[damage])
     assert find(fleet[1], path) is None
     built = count_builds(monkeypatch)
