@@ -82,12 +82,12 @@ class CachedAdapter:
 
     @property
     def timing(self) -> BuildTiming | None:
-        """How long building this entry took; None where that record was lost."""
-        path = _timing_path(self.path)
-        if not path.exists():
+        """How long building this entry took; None where that record was lost or damaged."""
+        try:
+            value = read_json(_timing_path(self.path))
+            return BuildTiming(value["seconds"], value["workers"], value["stages"])
+        except (InputError, LookupError, TypeError):
             return None
-        value = read_json(path)
-        return BuildTiming(value["seconds"], value["workers"], value["stages"])
 
     @cached_property
     def _spectra(self) -> dict[str, Spectrum]:

@@ -22,6 +22,7 @@ from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.pool import worker_pool
 from loraforge.factor.recompression import benchmark
 from loraforge.factor.reference import dense_svd
+from loraforge.factor.spectra import spectra_records
 from loraforge.factor.stages import Stages
 from loraforge.files import read_jsonl
 from loraforge.fleet.peft_io import Adapter, open_adapter, open_fleet
@@ -217,6 +218,15 @@ def test_interrupted_run_resumes(
     built = count_builds(monkeypatch)
     factorise_fleet(fleet, tmp_path / "cache")
     assert built == ["two", "zero"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"seconds"'])
+def test_a_damaged_timing_is_a_lost_one(fleet: list[Adapter], tmp_path: Path, text: str) -> None:
+    (entry,) = factorise_fleet(fleet[:1], tmp_path / "cache")
+    assert entry.timing is not None
+    entry.path.with_suffix(".timing.json").write_text(text)
+    assert entry.timing is None
+    assert len(spectra_records([entry])) == len(entry.modules)  # and no timing record
 
 
 def test_entry_vanishing_later_is_one_clear_error(fleet: list[Adapter], tmp_path: Path) -> None:
