@@ -184,6 +184,7 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
         with scratch_folder(place) as temporary:
             os.chmod(temporary, 0o755)
             yield temporary
+            refuse_non_empty(path, force=force)  # another run may have been faster
             _put_in_place(temporary, place)
     except OSError as error:
         raise output_error(error, path) from error

@@ -78,6 +78,16 @@ def test_json_beyond_what_python_reads(tmp_path: Path, text: str) -> None:
             read(path)
 
 
+def test_what_another_run_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OutputError, match="exists and is not empty"), atomic_folder(out) as slower:
+        (slower / "slower").touch()
+        with atomic_folder(out) as faster:
+            (faster / "faster").touch()
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["faster"]
+
+
 def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_folder\n"
