@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -210,14 +211,17 @@ def scratch_folder(place: Path) -> Iterator[Path]:
 
     Raises OutputError where none can be made.
     """
+    # named here, not by tempfile: a signal may come as soon as the folder is made
+    temporary = place.parent / f".{place.name}.{secrets.token_hex(4)}.tmp"
+    lock: int | None = None
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(place.parent, rf"\.{re.escape(place.name)}", shutil.rmtree)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-        lock = _lock(temporary)
-    except OSError as error:
-        raise output_error(error, place) from error
-    try:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(place.parent, rf"\.{re.escape(place.name)}", shutil.rmtree)
+            temporary.mkdir(mode=0o700)
+            lock = _lock(temporary)
+        except OSError as error:
+            raise output_error(error, place) from error
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -240,7 +244,7 @@ def _lock(path: Path) -> int | None:
 def _sweep(parent: Path, stem: str, remove: Callable[[Path], None]) -> None:
     """Remove what temporary names of ``stem`` (an expression) stand for in ``parent`` and whose processes are gone:
     unlocked, and older than this one."""
-    ours = re.compile(rf"{stem}\.[a-z0-9_]{{8}}\.tmp")  # as tempfile names them
+    ours = re.compile(rf"{stem}\.[a-z0-9_]{{8}}\.tmp")  # as temporary names are here, and tempfile's
     for path in parent.iterdir():
         if not ours.fullmatch(path.name):
             continue

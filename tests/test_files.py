@@ -93,6 +93,19 @@ def test_what_another_run_put_there_meanwhile_stays(tmp_path: Path) -> None:
     assert names(out) == ["faster"]
 
 
+def test_a_signal_just_after_the_temporary_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> None:
+        assert path.is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_folder\n"
