@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -125,15 +126,18 @@ def output_error(error: OSError, path: Path) -> LoraForgeError:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Give a temporary name beside ``path``; rename it over ``path`` on success, remove it on failure.
 
-    Raises OutputError for a full disk, a read-only folder or any other failure of the file system.
+    What a killed run leaves there is for :func:`sweep_files`. Raises OutputError for a full disk, a read-only
+    folder or any other failure of the file system.
     """
     path = Path(path)
     temporary: Path | None = None
+    lock: int | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
+        lock = _lock(temporary)
         yield temporary
         os.chmod(temporary, 0o666 & ~_UMASK)  # mkstemp makes files private; results are not secrets
         with open(temporary, "rb") as stream:
@@ -145,6 +149,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def sweep_files(folder: Path) -> None:
+    """Remove the temporary files in ``folder`` that :func:`atomic_path` made for processes that are gone.
+
+    For folders whose writers keep the file that they are given: one that puts another in its place loses the lock.
+    """
+    if Path(folder).is_dir():
+        _sweep(Path(folder), r"\..+", lambda path: path.unlink())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -184,6 +199,7 @@ def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
         with scratch_folder(place) as temporary:
             os.chmod(temporary, 0o755)
             yield temporary
+            refuse_non_empty(path, force=force)  # another run may have been faster
             _put_in_place(temporary, place)
     except OSError as error:
         raise output_error(error, path) from error
@@ -195,14 +211,17 @@ def scratch_folder(place: Path) -> Iterator[Path]:
 
     Raises OutputError where none can be made.
     """
+    # named here, not by tempfile: a signal may come as soon as the folder is made
+    temporary = place.parent / f".{place.name}.{secrets.token_hex(4)}.tmp"
+    lock: int | None = None
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(place)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-        lock = _lock_folder(temporary)
-    except OSError as error:
-        raise output_error(error, place) from error
-    try:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(place.parent, rf"\.{re.escape(place.name)}", shutil.rmtree)
+            temporary.mkdir(mode=0o700)
+            lock = _lock(temporary)
+        except OSError as error:
+            raise output_error(error, place) from error
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -210,10 +229,10 @@ def scratch_folder(place: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _lock_folder(folder: Path) -> int | None:
-    """Lock a folder until the descriptor is closed, by its process's death too; None where it is locked already,
-    or where the file system locks no folders."""
-    handle = os.open(folder, os.O_RDONLY)
+def _lock(path: Path) -> int | None:
+    """Lock a file or folder until the descriptor is closed, by its process's death too; None where it is locked
+    already, or where the file system has no locks."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -222,18 +241,21 @@ def _lock_folder(folder: Path) -> int | None:
     return handle
 
 
-def _sweep(place: Path) -> None:
-    """Remove the temporary folders of ``place`` whose processes are gone: unlocked, and older than this one."""
-    ours = re.compile(rf"\.{re.escape(place.name)}\.[a-z0-9_]{{8}}\.tmp")  # as mkdtemp names them
-    for folder in place.parent.iterdir():
-        if not ours.fullmatch(folder.name):
+def _sweep(parent: Path, stem: str, remove: Callable[[Path], None]) -> None:
+    """Remove what temporary names of ``stem`` (an expression) stand for in ``parent`` and whose processes are gone:
+    unlocked, and older than this one."""
+    ours = re.compile(rf"{stem}\.[a-z0-9_]{{8}}\.tmp")  # as temporary names are here, and tempfile's
+    for path in parent.iterdir():
+        if not ours.fullmatch(path.name):
             continue
         with suppress(OSError):  # gone meanwhile, or another user's
-            if folder.is_symlink() or not folder.is_dir() or folder.stat().st_mtime >= _STARTED:
+            if path.is_symlink() or path.stat().st_mtime >= _STARTED:
                 continue
-            if (lock := _lock_folder(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+            if (lock := _lock(path)) is not None:
+                try:
+                    remove(path)
+                finally:
+                    os.close(lock)
 
 
 def _put_in_place(new: Path, place: Path) -> None:

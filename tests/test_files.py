@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from loraforge import files
 from loraforge.errors import InputError, OutputError
-from loraforge.files import atomic_folder, read_json, read_jsonl, refuse_to_replace
+from loraforge.files import atomic_folder, read_json, read_jsonl, refuse_to_replace, sweep_files
 
 
 def names(folder: Path) -> list[str]:
@@ -78,6 +79,33 @@ def test_json_beyond_what_python_reads(tmp_path: Path, text: str) -> None:
             read(path)
 
 
+def test_what_another_run_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def run(name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        with atomic_folder(out) as temporary:
+            (temporary / name).touch()
+            meanwhile()
+
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        run("slower", lambda: run("faster"))
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["faster"]
+
+
+def test_a_signal_just_after_the_temporary_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> None:
+        assert path.is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_folder\n"
@@ -109,3 +137,32 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([kept.name, other.name, "out"])
     live.kill()
     live.wait()
+
+
+def test_so_do_half_written_files_where_they_are_swept(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_path\n"
+        "with atomic_path(Path(sys.argv[1])) as temporary:\n"
+        "    temporary.write_bytes(b'half')\n    print(temporary, flush=True)\n    sys.stdin.read()\n"
+    )
+    live, dead = (
+        subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path / name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("live", "dead")
+    )
+    for process in (live, dead):
+        assert process.stdout is not None
+        os.utime(process.stdout.readline().strip(), (0, 0))
+    dead.kill()
+    dead.wait()
+    (tmp_path / "whole").touch()
+    assert len(names(tmp_path)) == 3
+    sweep_files(tmp_path)
+    sweep_files(tmp_path / "nowhere")
+    assert [name.partition(".live")[0] for name in names(tmp_path)] == ["", "whole"]
+    live.communicate()
+    assert names(tmp_path) == ["live", "whole"]

@@ -473,8 +473,7 @@ def _setting(setup: Setup, device: torch.device, floors: Floors) -> dict[str, An
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         raise MissingDependencyError(
-            "is timed on a GPU, and there is none that works here",
-            key="bench kernels",
+            "serving kernels are timed on a GPU, and there is none that works here",
             remedy="run loraforge doctor",
         )
     return torch.device("cuda", torch.cuda.current_device())

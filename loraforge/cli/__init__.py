@@ -92,8 +92,15 @@ def _root(
     """Compress a fleet of LoRA adapters under one shared budget."""
 
 
-def _terminate(number: int, _frame: FrameType | None) -> None:
-    """Leave as an exception, so that nothing half-written remains: schedulers end jobs by SIGTERM."""
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Leave as an exception, so that nothing half-written remains: schedulers end jobs by SIGTERM.
+
+    At once, though, while a module is imported: torch's own initialisation aborts on an exception, with a core dump.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(128 + number)
+        frame = frame.f_back
     sys.exit(128 + number)
 
 

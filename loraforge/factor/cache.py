@@ -1,7 +1,7 @@
 """The factor cache: one file an adapter, named by everything its contents depend on.
 
 A changed weight, scale, method or source line gives another name, so that an entry is either right or absent.
-Entries are written atomically and carry a digest of their tensors: what is damaged is rebuilt.
+Entries are written atomically and carry digests of their tensors and header: what is damaged is rebuilt.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class CachedAdapter:
 
     @property
     def timing(self) -> BuildTiming | None:
-        """How long building this entry took; None where that record was lost."""
-        path = _timing_path(self.path)
-        if not path.exists():
+        """How long building this entry took; None where that record was lost or damaged."""
+        try:
+            value = read_json(_timing_path(self.path))
+            return BuildTiming(value["seconds"], value["workers"], value["stages"])
+        except (InputError, LookupError, TypeError):
             return None
-        value = read_json(path)
-        return BuildTiming(value["seconds"], value["workers"], value["stages"])
 
     @cached_property
     def _spectra(self) -> dict[str, Spectrum]:
@@ -173,7 +173,8 @@ def store(
     }
 
     def metadata(sha256: str) -> dict[str, str]:
-        return {"loraforge": canonical_json(header | {"tensors_sha256": sha256})}
+        stated = header | {"tensors_sha256": sha256}
+        return {"loraforge": canonical_json(stated | {"header_sha256": sha256_text(canonical_json(stated))})}
 
     write_with(path, lambda temporary: write_self_hashed(temporary, tensors, metadata, views))
     return CachedAdapter(adapter.name, path, records)
@@ -191,8 +192,13 @@ def find(adapter: Adapter, path: Path) -> CachedAdapter | None:
     try:
         sha256, metadata = contents_sha256(path)
         header = json.loads(metadata["loraforge"])
+        stated = header.pop("header_sha256")  # of ranks, paths and errors: what the tensors do not hold
         records = {module.name: ModuleRecord(**header["modules"][module.name]) for module in adapter.modules}
-        whole = header["schema"] == SCHEMA and header["tensors_sha256"] == sha256
-    except (OSError, LookupError, TypeError, ValueError, RecursionError):
+        whole = (
+            header["schema"] == SCHEMA
+            and header["tensors_sha256"] == sha256
+            and stated == sha256_text(canonical_json(header))
+        )
+    except (OSError, LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return None
     return CachedAdapter(adapter.name, path, records) if whole else None

@@ -19,7 +19,7 @@ from loraforge.factor.cache import BuildTiming, CachedAdapter, cache_path, find,
 from loraforge.factor.engine import Method, factorise_adapter, paths_of
 from loraforge.factor.pool import Pool, worker_pool
 from loraforge.factor.stages import Stages
-from loraforge.files import sha256_file
+from loraforge.files import sha256_file, sweep_files
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import Ticker, progress, say
 from loraforge.threads import in_threads
@@ -58,6 +58,8 @@ def factorise_fleet(
     missing = {
         path: adapter for path, adapter, entry in zip(paths, adapters, found, strict=True) if not entry
     }
+    if missing:
+        sweep_files(paths[0].parent)  # a half-written entry of a killed run is as large as a whole one
     entries = _build(missing, method, workers, devices, inner) if missing else []
     built = {entry.path: entry for entry in entries}
     stages.merge(inner)

@@ -88,8 +88,7 @@ class Adapter:
     @contextmanager
     def reader(self) -> Iterator[FactorReader]:
         """Open the weights once for many reads; the tensors outlive the block."""
-        with _open_safetensors(self.weights_path) as handle:
-            yield FactorReader(self, handle)
+        yield FactorReader(self, _open_safetensors(self.weights_path))
 
     def factors(self, module: LoraModule) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, d_in] and B [d_out, rank] as stored, without scale; see :meth:`FactorReader.factors`."""
@@ -140,17 +139,17 @@ def open_adapter(path: Path, *, name: str | None = None) -> Adapter:
     weights = path / WEIGHTS_NAME
     pairs: dict[str, dict[str, str]] = {}
     passthrough: list[str] = []
-    with _open_safetensors(weights) as handle:
-        for key in handle.keys():  # noqa: SIM118  (safe_open is not a mapping)
-            found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
-            if found is None:
-                _accept_passthrough(config, weights, key)
-                passthrough.append(key)
-            elif found["side"] in pairs.setdefault(found["module"], {}):
-                raise InputError(f"module {found['module']} is stored twice", path=weights, key=key)
-            else:
-                pairs[found["module"]][found["side"]] = key
-        modules = [_module(handle, weights, config, name_, pairs[name_]) for name_ in natural_sorted(pairs)]
+    handle = _open_safetensors(weights)
+    for key in handle.keys():  # noqa: SIM118  (safe_open is not a mapping)
+        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        if found is None:
+            _accept_passthrough(config, weights, key)
+            passthrough.append(key)
+        elif found["side"] in pairs.setdefault(found["module"], {}):
+            raise InputError(f"module {found['module']} is stored twice", path=weights, key=key)
+        else:
+            pairs[found["module"]][found["side"]] = key
+    modules = [_module(handle, weights, config, name_, pairs[name_]) for name_ in natural_sorted(pairs)]
     if not modules:
         raise InputError("holds no LoRA factor", path=weights, remedy="check that it is a PEFT LoRA adapter")
     return Adapter(
@@ -255,16 +254,15 @@ def _require_weights(path: Path) -> None:
     )
 
 
-@contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Any:
+    """The file is closed with the last reference: to close it under a thread that reads, as where another has failed
+    or the run is stopped, raises an error of its own, which hides why."""
     try:
-        context = safe_open(str(path), framework="pt")
+        return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"not a whole safetensors file ({error})", path=path, remedy="download or save it again"
         ) from error
-    with context as handle:
-        yield handle
 
 
 def _accept_passthrough(config: PeftConfig, weights: Path, key: str) -> None:

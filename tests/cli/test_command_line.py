@@ -108,3 +108,15 @@ def test_a_stopped_run_leaves_nothing_half_written(
     assert errors.splitlines()[-1].startswith(words)
     assert list(results.iterdir()) == []
     assert not list((tmp_path / "cache").rglob(".*"))
+
+
+def test_a_run_that_is_stopped_within_an_import_raises_nothing_there(tmp_path: Path) -> None:
+    """As torch does while it starts: what is raised into it never comes back as an exception."""
+    (tmp_path / "module.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\nexcept SystemExit:\n    os.abort()\n"
+    )
+    code = (
+        "import signal, sys\nfrom loraforge.cli import _terminate\nsignal.signal(signal.SIGTERM, _terminate)\n"
+        "sys.path.insert(0, sys.argv[1])\nimport module"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == 143

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.pool import worker_pool
 from loraforge.factor.recompression import benchmark
 from loraforge.factor.reference import dense_svd
+from loraforge.factor.spectra import spectra_records
 from loraforge.factor.stages import Stages
 from loraforge.files import read_jsonl
 from loraforge.fleet.peft_io import Adapter, open_adapter, open_fleet
@@ -170,7 +172,7 @@ def test_changed_weights_or_scale_are_another_entry(tmp_path: Path, make_adapter
     assert len(paths) == 3
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "rename", "garbage", "empty"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "error", "path", "rename", "garbage", "empty"])
 def test_damaged_entry_is_refused_and_rebuilt_alone(
     fleet: list[Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -182,10 +184,13 @@ def test_damaged_entry_is_refused_and_rebuilt_alone(
     broken = {
         "truncate": whole[:-100],
         "flip": bytes(flipped),
+        "error": re.sub(rb'(action_error\\":)\d', rb"\g<1>0", whole, count=1),
+        "path": whole.replace(b'path\\":\\"gram', b'path\\":\\"tsqr', 1),
         "rename": whole.replace(b"layers.0.self_attn.q_proj.S", b"layers.9.self_attn.q_proj.S", 1),
         "garbage": b"x" * 1000,
         "empty": b"",
     }
+    assert broken[damage] != whole
     path.write_bytes(broken[damage])
     assert find(fleet[1], path) is None
     built = count_builds(monkeypatch)
@@ -213,6 +218,15 @@ def test_interrupted_run_resumes(
     built = count_builds(monkeypatch)
     factorise_fleet(fleet, tmp_path / "cache")
     assert built == ["two", "zero"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"seconds"'])
+def test_a_damaged_timing_is_a_lost_one(fleet: list[Adapter], tmp_path: Path, text: str) -> None:
+    (entry,) = factorise_fleet(fleet[:1], tmp_path / "cache")
+    assert entry.timing is not None
+    entry.path.with_suffix(".timing.json").write_text(text)
+    assert entry.timing is None
+    assert len(spectra_records([entry])) == len(entry.modules)  # and no timing record
 
 
 def test_entry_vanishing_later_is_one_clear_error(fleet: list[Adapter], tmp_path: Path) -> None:

@@ -147,3 +147,20 @@ def test_natural_order() -> None:
         "l.9.v",
         "l.10.q",
     ]
+
+
+def test_a_thread_that_reads_on_after_the_block_does_not_hide_what_ended_it(
+    tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    adapter = open_adapter(make_adapter(tmp_path / "a"))
+    readers = []
+
+    def stop() -> None:
+        with adapter.reader() as reader:
+            readers.append(reader)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    a, _ = readers[0].factors(adapter.modules[0])
+    assert torch.equal(a, adapter.factors(adapter.modules[0])[0])
