@@ -88,5 +88,5 @@ class Applied:
         if x.shape[0] != plan.tokens:
             x, y = x[: plan.tokens], y[: plan.tokens]
         z = batch.workspace(len(self._slices))
-        # not through torch's dispatcher, which costs more than a small product: nothing is compiled on a CPU
+        # not through torch's dispatcher once more: what an engine may compile calls this from inside an op
         cpu.lora(x, self._buffer, self._buffer, self._table, plan, z, y, self._slices)

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import is_forward_context_available
 
 from loraforge.ops.cpu import DTYPES
 from loraforge.ops.slots import MAX_SLICES
 from loraforge.runtime.batch import Applied, Batch
 from loraforge.runtime.pool import RaggedPool
 from loraforge.runtime.ranks import Projection, trim
+from loraforge.runtime.vllm import opaque
 
 _SCRATCH: dict[tuple[Any, ...], Tensor] = {}
 
@@ -23,6 +25,8 @@ class PooledLinear:
     that all layers of one shape share; the live directions are read off it into the pool. A layer that the kernels
     cannot serve keeps the engine's buffers and path.
     """
+
+    key: str  # of this layer in the engine's forward context; set by the manager
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         layer: Any = self
@@ -76,16 +80,18 @@ class PooledLinear:
         layer.pool.write(index, layer.pool_name, [trim(a[0, 0], b[0, 0]) for a, b in pairs])
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
-        layer: Any = self
-        if not layer.pooled:
-            native: Any = super()
-            updated: Tensor = native._apply_lora_to_output(x, output)
-            return updated
-        if output.ndim == 3:
-            layer.applied.add(output.view(-1, output.shape[-1]), x.reshape(-1, x.shape[-1]))
-        else:
-            layer.applied.add(output, x)
+        opaque.update(x, output, self.key)
         return output
+
+    def update(self, y: Tensor, x: Tensor) -> None:
+        """Add the adapters' part to the base layer's output ``y`` [..., channels], for its input ``x`` [..., d_in]."""
+        layer: Any = self
+        y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+        if layer.pooled:
+            layer.applied.add(y, x)
+        else:
+            native: Any = super()
+            native._apply_lora_to_output(x, y)
 
 
 class Occupied:
@@ -118,6 +124,24 @@ class Occupied:
         native.set_lora(index, lora_a, lora_b)
         if bool((lora_b != 0).any()):
             layer.occupied.add(index)
+
+
+class OccupiedEmbedding(Occupied):
+    """The same for an embedding, which is in the part of the model that the engine may compile."""
+
+    key: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_forward_context_available():  # embeddings that the engine makes ahead of a step
+            return self.embed(x)
+        base: Any = self.base_layer  # type: ignore[attr-defined]
+        return opaque.embed(x, base.embedding_dim, base.weight.dtype, self.key)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embedding of ``ids`` with the adapters' part."""
+        native: Any = super()
+        found: Tensor = native.forward(ids)
+        return found
 
 
 def derive(mixin: type, native: type) -> type:

@@ -13,7 +13,8 @@ from loraforge.errors import LoraForgeError
 from loraforge.ops.cpu import native
 from loraforge.runtime.pool import RaggedPool, block_bytes
 from loraforge.runtime.ranks import Projection, live_rank
-from loraforge.runtime.vllm.layers import PooledLinear
+from loraforge.runtime.vllm import opaque
+from loraforge.runtime.vllm.layers import OccupiedEmbedding, PooledLinear
 from loraforge.runtime.vllm.punica import PunicaWrapperLoRAForge
 from loraforge.runtime.vllm.version import require
 
@@ -30,7 +31,9 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
     """
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
-        self._pool_bytes: int | None = (vllm_config.additional_config or {}).get(POOL_BYTES)
+        options = vllm_config.additional_config
+        self._pool_bytes: int | None = options.get(POOL_BYTES) if isinstance(options, dict) else None
+        self._opaque: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._footprints: dict[int, int] = {}
         super().__init__(*args, vllm_config=vllm_config, **kwargs)
 
@@ -56,6 +59,10 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
             self.lora_config.lora_dtype,
             self.device,
         )
+        for name, layer in self.modules.items():
+            if isinstance(layer, PooledLinear | OccupiedEmbedding):
+                layer.key = opaque.key(name)
+                self._opaque[layer.key] = layer
         for name, layer in layers.items():
             layer.join(self.pool, punica.batch, projections[name])
         logger.info(
