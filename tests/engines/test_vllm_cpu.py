@@ -5,16 +5,19 @@ The engine runs in this process, so that a batch is scheduled the same way each 
 ``loraforge fleet base`` made. The model runs eagerly; with LORAFORGE_COMPILED=1 it is compiled first, which takes a
 minute or two and gives the default mode of the engine.
 
-Tolerance against transformers and PEFT in FP32: BF16 execution moves single log-probabilities by a quarter and more here
-(the engine alone, without any adapter, does so between its compiled and its eager mode), so a greedy token must be
-within 0.5 of the best token of the FP32 model and its log-probability within 0.5 of the FP32 one, 0.1 on average.
+Tolerance against transformers and PEFT in FP32: BF16 execution moves single log-probabilities by a quarter and more
+here (the engine alone, without any adapter, does so between its compiled and its eager mode), so a greedy token must
+be within 0.5 of the best token of the FP32 model and its log-probability within 0.5 of the FP32 one, 0.1 on average.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +211,37 @@ def test_a_manifest_that_disagrees_with_the_tensors_is_refused(engine: Engine, t
     with pytest.raises(Exception, match=r"the manifest retains 1 directions, the tensors hold \d+"):
         engine.llm.llm_engine.add_lora(engine.request("wrong", good))
     assert engine.run([None])[0].tokens  # the engine lives
+
+
+_SMALL_POOL = """
+import sys
+from test_vllm_cpu import Engine
+engine = Engine(additional_config={"loraforge_pool_bytes": 4_000_000})
+print("ONE", engine.llm.llm_engine.add_lora(engine.request("word_lang")))
+try:
+    engine.llm.llm_engine.add_lora(engine.request("udhr_lid"))
+except Exception as error:
+    print("REFUSED", error)
+print("SERVES", len(engine.run(["word_lang", None])))
+"""
+
+
+def test_an_adapter_that_the_pool_cannot_hold_is_refused(engine: Engine) -> None:
+    """In a process of its own: an engine cannot be started twice in one. Depends on ``engine`` for its settings."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SMALL_POOL],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ONE True" in done.stdout
+    assert re.search(
+        r"REFUSED loraforge_pool_bytes: adapter \d+ needs \d+ bytes of the pool.* the pool has 4000000",
+        done.stdout,
+    )
+    assert "SERVES 2" in done.stdout
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
