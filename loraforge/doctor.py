@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import loraforge
 from loraforge import jit
+from loraforge.runtime.vllm import version as vllm_version
 
 # command line stage -> extras it needs beyond the core
 STAGES: dict[str, tuple[str, ...]] = {
@@ -127,6 +129,12 @@ def torch_report() -> dict[str, Any]:
     }
 
 
+def serving_engines() -> dict[str, dict[str, str | None] | None]:
+    """Engine -> distribution, version and why the plugin refuses it (None: it serves); None where there is none."""
+    found = vllm_version.find()
+    return {"vllm": None if found is None else asdict(found)}
+
+
 def memory() -> dict[str, int | None]:
     """Physical and available memory in bytes, and the control group's limit where there is one."""
     available = None
@@ -178,6 +186,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "compilers": compilers(),
         "kernels": {library: jit.state(library) for library in jit.LIBRARIES},
         "cpu_kernels": jit.state("cpu", kind="g++"),
+        "engines": serving_engines(),
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

@@ -59,6 +59,7 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rows += [(f"GPU kernels ({name})", _kernels(state)) for name, state in report["kernels"].items()]
     rows.append(("CPU kernels", _cpu_kernels(report["cpu_kernels"])))
+    rows += [(f"engine ({name})", _engine(found)) for name, found in report["engines"].items()]
     return rows
 
 
@@ -72,6 +73,12 @@ def _kernels(state: dict[str, Any]) -> str:
         if state["buildable"]
         else "not built, and no nvcc here"
     )
+
+
+def _engine(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not installed: no serving through it from this environment"
+    return found["problem"] or f"{found['distribution']} {found['version']}, supported"
 
 
 def _cpu_kernels(state: dict[str, Any]) -> str:

