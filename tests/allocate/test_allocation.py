@@ -128,9 +128,12 @@ def test_command_line(tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.
     read = load_allocation(out)
     check_spectra(read, tmp_path)
     assert len(records.read_text().splitlines()) == 8 + 1
-    assert "(cached)" not in capsys.readouterr().err
+    assert "2/2" in capsys.readouterr().err
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
     assert run(*common, "--bytes", 4 * read.spent, "--dtype", "float32", "--policy", "uniform") == 0
-    assert "(cached)" in capsys.readouterr().err
+    assert "2/2" not in capsys.readouterr().err
+    assert made
+    assert {path: path.stat().st_mtime_ns for path in made} == made
     assert load_allocation(out).budget.params == read.spent
 
 
