@@ -70,7 +70,7 @@ def test_the_command_fills_a_folder_times_it_and_removes_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "loraforge.fleet.shapes.shape_fleet",
+        "loraforge.bench.fleets.shape_fleet",
         lambda name: ShapeFleet(
             name, "none", (("00", "layers.0.q_proj"), ("01", "layers.0.q_proj")),
             *(np.array(column, dtype=np.int64) for column in ((4, 8), (40, 40), (32, 32))),
