@@ -21,6 +21,7 @@ from typing import Any
 import loraforge
 from loraforge import jit
 from loraforge.runtime.vllm import version as vllm_version
+from loraforge.threads import available_cpus
 
 # command line stage -> extras it needs beyond the core
 STAGES: dict[str, tuple[str, ...]] = {
@@ -173,15 +174,11 @@ def examine(cache: Path) -> dict[str, Any]:
         stages.append(
             {"stage": stage, "ok": not lacking, "missing": lacking, "remedy": remedy if lacking else None}
         )
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS has no affinity
-        cores = os.cpu_count() or 1
     return {
         "loraforge": loraforge.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": cores,
+        "cores": available_cpus(),
         "torch": torch_report(),
         "compilers": compilers(),
         "kernels": {library: jit.state(library) for library in jit.LIBRARIES},

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use."""
+    """CPUs that this process may use; where the system has no affinity (macOS), those that there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import importlib.metadata
-import os
 import platform
 import re
 import socket
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from loraforge.threads import available_cpus
 
 Protocol = Literal["cpu", "reduced", "paper"]
 
@@ -71,7 +72,7 @@ def describe() -> System:
     gpus = _gpus()
     return System(
         cpu=_cpu_model(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=available_cpus(),
         memory_gib=round(_memory_bytes() / 2**30, 1),
         gpu=gpus[0] if gpus else None,
         gpus=len(gpus),
