@@ -31,6 +31,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 MAX_ACTION_ERROR = 3e-5
 MAX_SPECTRUM_ERROR = 1e-4
 PROBES = 8
+PROBE_SEED = 20261130
 
 # FP64 working set of a batch: large enough to spread the cost of a call, small enough for the caches.
 _BATCH_BYTES = 8 << 20
@@ -138,13 +139,15 @@ def paths_of(method: Method) -> tuple[Path, ...]:
     return (method,)
 
 
+def acceptance_probes(d_in: int) -> Tensor:
+    """The Gaussian probes [d_in, PROBES] (float64, CPU) that factors of ``d_in`` inputs are accepted by."""
+    return torch.randn(d_in, PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(PROBE_SEED))
+
+
 def action_errors(batch: Batch, ordered: Ordered) -> Tensor:
     """Relative action error [m] over eight probes together (Frobenius norms), FP64; infinite where not finite."""
-    probes = torch.randn(
-        batch.a.shape[2], PROBES, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130)
-    )
+    probes = acceptance_probes(batch.a.shape[2]).to(batch.x.device)
     # the gain is divided out of the smaller intermediate, so that neither side leaves the range of FP64
-    probes = probes.to(batch.x.device)
     expected = (batch.b @ (batch.a @ probes)) * batch.sign[:, None, None]
     gain = torch.where(batch.gain > 0, batch.gain, 1.0).sqrt()[:, None, None]
     expected = torch.where(batch.gain[:, None, None] > 0, expected, 0.0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loraforge.factor.batch import Batch, Ordered
-from loraforge.factor.engine import action_errors, relative, spectrum_errors
+from loraforge.factor.engine import acceptance_probes, action_errors, relative, spectrum_errors
 from loraforge.factor.gpu.engine import Group, GroupFactors
 from loraforge.factor.gpu.ops import Backend
 
@@ -51,8 +51,7 @@ def prefix_errors(full: GroupFactors, deferred: GroupFactors, d_in: int) -> Tens
     """Relative action difference [m], over eight probes together, of deferred factors from the same prefixes of full
     ones, at the widths that were built; on the CPU."""
     (whole,) = full.parts
-    probes = torch.randn(d_in, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(20261130))
-    probes = probes.to(whole.a.device)
+    probes = acceptance_probes(d_in).to(whole.a.device)
     found = []
     for part in deferred.parts:
         k = part.a.shape[1]
