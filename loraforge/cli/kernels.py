@@ -11,7 +11,16 @@ from loraforge.errors import UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
-_ENGINES = typer.Option(help="folder that loraforge bench engines made", show_default=False)
+_Engines = Annotated[
+    Path, typer.Option("--engines", help="folder that loraforge bench engines made", show_default=False)
+]
+_Budget = Annotated[
+    float | None, typer.Option("--budget-seconds", min=1, help="stop after so long; the same command goes on")
+]
+_Workers = Annotated[
+    int, typer.Option("--workers", min=0, help="processes that compile the engines' kernels first")
+]
+_ENDED = "the budget ended before the grid did; run the same command again to go on"
 
 
 @app.command()
@@ -30,7 +39,7 @@ def engines(
 
 @app.command()
 def kernels(
-    engines: Annotated[Path, _ENGINES],
+    engines: _Engines,
     out: Annotated[Path, typer.Option("-o", "--out", help="folder of records, one file a target")] = Path(
         "results/kernels"
     ),
@@ -46,20 +55,14 @@ def kernels(
     spectra: Annotated[
         Path | None, typer.Option(help="records of measured spectra that mixed ranks come from")
     ] = None,
-    budget_seconds: Annotated[
-        float | None, typer.Option(min=1, help="stop after so long; the same command goes on")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(min=0, help="processes that compile the engines' kernels first")
-    ] = 0,
+    budget_seconds: _Budget = None,
+    workers: _Workers = 0,
     flushed: Annotated[bool, typer.Option(help="time with a flushed cache as well")] = True,
 ) -> None:
     """Check and time our kernels and the engines'.
 
     On the reported grid; goes on from the records in the folder.
     """
-    import torch
-
     from loraforge.bench.native.tiles import FOLDER
     from loraforge.bench.runs import GROUPS, Setup, run_kernels
     from loraforge.dispatch import load_table, table_path
@@ -72,7 +75,7 @@ def kernels(
             key="--groups",
             remedy=f"choose from {', '.join(GROUPS)}",
         )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "generic"
+    device = _device()
     shipped = FOLDER / table_path(device).name
     if tiles is None and shipped.is_file():
         tiles = shipped
@@ -87,36 +90,30 @@ def kernels(
         say=say,
     )
     if not whole:
-        say("the budget ended before the grid did; run the same command again to go on")
+        say(_ENDED)
 
 
 @app.command()
 def tune(
-    engines: Annotated[Path, _ENGINES],
+    engines: _Engines,
     out: Annotated[Path, typer.Option("-o", "--out", help="folder for the table and the tiles")] = Path(
         "results/tuned"
     ),
     tiles: Annotated[
         Path | None, typer.Option(help="tuned tiles of the engines' kernels; default: they are tuned first")
     ] = None,
-    budget_seconds: Annotated[
-        float | None, typer.Option(min=1, help="stop after so long; the same command goes on")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(min=0, help="processes that compile the engines' kernels first")
-    ] = 0,
+    budget_seconds: _Budget = None,
+    workers: _Workers = 0,
 ) -> None:
     """Tune dispatch table and native tiles.
 
     Of this device, on batches that the reported grid does not have; goes on from the journal beside the table.
     """
-    import torch
-
     from loraforge.bench.runs import Setup, run_tuning
     from loraforge.dispatch import table_path
     from loraforge.progress import say
 
-    name = table_path(torch.cuda.get_device_name() if torch.cuda.is_available() else "generic").name
+    name = table_path(_device()).name
     frozen = run_tuning(
         Setup(engines, tiles=tiles),
         out / name,
@@ -126,6 +123,13 @@ def tune(
         say=say,
     )
     if frozen is None:
-        say("the budget ended before the grid did; run the same command again to go on")
+        say(_ENDED)
         return
     say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
+
+
+def _device() -> str:
+    """What a table is named by: the GPU, or ``generic``."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "generic"
