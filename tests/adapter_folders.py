@@ -23,6 +23,9 @@ TINY_SHAPES = {
 }
 
 
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class MakeAdapter(Protocol):
     """``make_adapter(folder, r=4, targets=(...), ...)`` writes a PEFT adapter folder and returns its path."""
 
@@ -101,3 +104,16 @@ def write_adapter(
     } | config
     (path / "adapter_config.json").write_text(json.dumps(stored, indent=2))
     return path
+
+
+def write_mixed_fleet(root: Path) -> Path:
+    """Five adapters: ranks from one to the whole, four types, a zero update, and one tensor that is no factor."""
+    write_adapter(root / "a", r=8, targets=SEVEN, dtype=torch.bfloat16)
+    write_adapter(root / "b", r=4, lora_alpha=-6, seed=1, use_rslora=True)
+    write_adapter(
+        root / "c", r=16, seed=2, dtype=torch.float16, rank_pattern={"v_proj": 1}, modules_to_save=["lm_head"],
+        extra={"base_model.model.lm_head.weight": torch.arange(12.0).reshape(3, 4)},
+    )  # fmt: skip
+    write_adapter(root / "d", r=4, seed=3, dtype=torch.float64)
+    write_adapter(root / "e", r=4, seed=4, zero_b=True)
+    return root

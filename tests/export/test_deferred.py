@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folders import MakeAdapter
+from adapter_folders import SEVEN, MakeAdapter
 from safetensors.torch import load_file, save_file
 
 from loraforge.allocate.budget import parse_budget
@@ -25,14 +25,12 @@ from loraforge.factor.gpu.ops import Emulated
 from loraforge.files import sha256_file
 from loraforge.fleet.peft_io import open_adapter
 
-TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, make_adapter: MakeAdapter) -> Path:
     """Adapters that differ in rank, type, scale and modules; one keeps a whole tensor, one is stored as FP64."""
     root = tmp_path_factory.mktemp("fleet")
-    make_adapter(root / "a", r=8, targets=TARGET_MODULES, dtype=torch.bfloat16)
+    make_adapter(root / "a", r=8, targets=SEVEN, dtype=torch.bfloat16)
     make_adapter(root / "b", r=4, lora_alpha=-6, seed=1, use_rslora=True)
     make_adapter(
         root / "c", r=8, seed=2, dtype=torch.float16, rank_pattern={"v_proj": 6}, modules_to_save=["lm_head"],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_folders import MakeAdapter
+from adapter_folders import MakeAdapter, write_mixed_fleet
 from safetensors.torch import load_file, save_file
 
 from loraforge.errors import InputError, LoraForgeError
@@ -31,22 +31,11 @@ from loraforge.fleet.peft_io import Adapter, open_adapter, open_fleet
 from loraforge.tensor_file import host_views
 
 CPU = torch.device("cpu")
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, make_adapter: MakeAdapter) -> Path:
-    """Five adapters: ranks from one to the whole, four types, a zero update, and one tensor that is no factor."""
-    root = tmp_path_factory.mktemp("fleet")
-    make_adapter(root / "a", r=8, targets=ALL, dtype=torch.bfloat16)
-    make_adapter(root / "b", r=4, lora_alpha=-6, seed=1, use_rslora=True)
-    make_adapter(
-        root / "c", r=16, seed=2, dtype=torch.float16, rank_pattern={"v_proj": 1}, modules_to_save=["lm_head"],
-        extra={"base_model.model.lm_head.weight": torch.arange(12.0).reshape(3, 4)},
-    )  # fmt: skip
-    make_adapter(root / "d", r=4, seed=3, dtype=torch.float64)
-    make_adapter(root / "e", r=4, seed=4, zero_b=True)
-    return root
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_fleet(tmp_path_factory.mktemp("fleet"))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_folders import MakeAdapter
+from adapter_folders import MakeAdapter, write_mixed_fleet
 from safetensors.torch import load_file, save_file
 
 from loraforge.allocate.budget import parse_budget
@@ -29,22 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WIDE = {"self_attn.q_proj": (640, 320), "mlp.up_proj": (1000, 320), "mlp.down_proj": (320, 1000)}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, make_adapter: MakeAdapter) -> Path:
     """Ranks from 1 to 200, four types, a zero update, a tensor that is no factor."""
-    root = tmp_path_factory.mktemp("fleet")
-    make_adapter(root / "a", r=8, targets=ALL, dtype=torch.bfloat16)
-    make_adapter(root / "b", r=4, lora_alpha=-6, seed=1, use_rslora=True)
-    make_adapter(
-        root / "c", r=16, seed=2, dtype=torch.float16, rank_pattern={"v_proj": 1}, modules_to_save=["lm_head"],
-        extra={"base_model.model.lm_head.weight": torch.arange(12.0).reshape(3, 4)},
-    )  # fmt: skip
-    make_adapter(root / "d", r=4, seed=3, dtype=torch.float64)
-    make_adapter(root / "e", r=4, seed=4, zero_b=True)
+    root = write_mixed_fleet(tmp_path_factory.mktemp("fleet"))
     tails = ("q_proj", "up_proj", "down_proj")
     make_adapter(
         root / "f", r=200, seed=5, targets=tails, shapes=WIDE, decay=0.98, rank_pattern={"q_proj": 64}
