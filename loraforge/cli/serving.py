@@ -1,4 +1,4 @@
-"""``loraforge bench workload`` and ``serve``: seeded workloads, and their replay against a serving engine."""
+"""``loraforge bench workload``, ``serve`` and ``sweep``: seeded workloads, their replay, and whole experiments."""
 
 from __future__ import annotations
 
@@ -108,3 +108,45 @@ def serve(
             say(f"{run.run.ended}; {out} has what was seen until then")
             raise typer.Exit(code)
         raise LoraForgeError(run.run.ended, path=out, remedy="start the server again, and run again")
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="declared experiment (YAML)", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="folder of records, requests and logs", show_default=False)
+    ],
+    arms: Annotated[
+        str | None, typer.Option(help="comma-separated arms to run, of those declared; default: all")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option("--budget-seconds", min=1, help="begin nothing that would end later; default: no bound"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="where the paths of the experiment start")] = Path("."),
+) -> None:
+    """Run a serving experiment.
+
+    Starts each arm's engines once, replays the same workloads to all arms, and appends what it measures. The same
+    command goes on with a folder that is not complete; an arm whose engines fail is recorded so, and the next goes on.
+    """
+    from loraforge.errors import LoraForgeError
+    from loraforge.progress import say
+    from loraforge.serving.experiment import load_experiment
+    from loraforge.serving.sweep import run_sweep
+
+    chosen = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
+    outcome = run_sweep(load_experiment(config), root, out, arms=chosen, budget_s=budget_seconds)
+    if outcome.interrupted is not None:
+        say(f"{outcome.interrupted}; run the same command again to resume")
+        raise typer.Exit(_CODES[outcome.interrupted])
+    for problem in outcome.problems:
+        say(problem)
+    if outcome.problems:
+        raise LoraForgeError(
+            f"{outcome.left} points are not measured",
+            path=out,
+            remedy="mend that, and run the same command again",
+        )
+    if outcome.left:
+        say(f"{outcome.left} points are left; run the same command again to go on")
