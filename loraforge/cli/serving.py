@@ -150,3 +150,50 @@ def sweep(
         )
     if outcome.left:
         say(f"{outcome.left} points are left; run the same command again to go on")
+
+
+@app.command()
+def shapes(
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--out", help="folder for FLEET/base, FLEET/original, ...", show_default=False),
+    ],
+    fleets: Annotated[str, typer.Option(help="comma-separated shape fleets")] = "qwen50,llama35",
+    weights: Annotated[
+        str, typer.Option(help="comma-separated compressed sets beside the original: uniform, spectral")
+    ] = "uniform,spectral",
+    budget: Annotated[str, typer.Option(help="of the compressed sets")] = "1/12",
+    spectra: Annotated[
+        Path | None, typer.Option(help="records of measured spectra that a shape fleet draws from")
+    ] = None,
+) -> None:
+    """Make shape fleets to serve, on a GPU.
+
+    Random base weights with a tokenizer, original adapters, and compressed ones of the same originals. What is there
+    stays.
+    """
+    import torch
+
+    from loraforge.bench.fleets import SEED, measured_spectra
+    from loraforge.errors import MissingDependencyError, UsageError
+    from loraforge.fleet.shapes import shape_fleet
+    from loraforge.serving.arms import Weights
+    from loraforge.serving.shapes import CONFIGS, write_served_fleet
+
+    kinds: dict[str, Weights] = {"uniform": "uniform", "spectral": "spectral"}
+    asked = [name.strip() for name in weights.split(",") if name.strip()]
+    if odd := [name for name in asked if name not in kinds]:
+        raise UsageError(f"{odd[0]!r} is no policy", key="--weights", remedy="give uniform, spectral or both")
+    if not torch.cuda.is_available():
+        raise MissingDependencyError("needs a GPU, and there is none here", key="bench shapes")
+    for fleet in [shape_fleet(name.strip()) for name in fleets.split(",") if name.strip()]:
+        write_served_fleet(
+            fleet,
+            CONFIGS[fleet.base_model],
+            out / fleet.name,
+            torch.device("cuda"),
+            SEED,
+            weights=[kinds[name] for name in asked],
+            budget=budget,
+            pool=measured_spectra(spectra),
+        )
