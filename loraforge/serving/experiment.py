@@ -59,6 +59,7 @@ class FleetConfig(_Strict):
     context: int = Field(ge=1, description="longest prompt and answer, tokens")
     running: int = Field(256, ge=1, description="requests that run at once")
     kv_tokens: int | None = Field(None, ge=1, description="KV capacity; null: as the engine likes")
+    kv_block: int = Field(16, ge=1, description="tokens of a KV block, which divide kv_tokens; 32 on a CPU")
     vocabulary: Vocabulary | None = Field(None, description="prompts of drawn token ids")
     prompts: Path | None = Field(
         None, description="or a file of prompts, or one an adapter, with {adapter} for its name"
@@ -70,6 +71,12 @@ class FleetConfig(_Strict):
     command: tuple[str, ...] | None = Field(
         None, min_length=1, description="command line in place of the engine's; {port}, {arm} stand for both"
     )
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> FleetConfig:
+        if self.kv_tokens is not None and self.kv_tokens % self.kv_block:
+            raise ValueError(f"kv_tokens {self.kv_tokens} is no multiple of kv_block {self.kv_block}")
+        return self
 
 
 class Points(_Strict):

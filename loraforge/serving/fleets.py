@@ -215,6 +215,7 @@ def engine_config(
         context=config.context,
         running=config.running,
         kv_tokens=config.kv_tokens,
+        kv_block=config.kv_block,
         kv_bytes=config.kv_tokens * kv_token_bytes(fleet.base) if vllm and config.kv_tokens else None,
         lora=lora,
         extra=tuple(extra),

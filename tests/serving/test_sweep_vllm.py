@@ -58,6 +58,7 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                     "context": 64,
                     "running": 8,
                     "kv_tokens": 1024,
+                    "kv_block": 32,
                     "vocabulary": {
                         "low": 2,
                         "high": 300,
