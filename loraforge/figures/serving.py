@@ -142,7 +142,9 @@ def _notes(records: Sequence[Item], said: Terms) -> list[str]:
         notes.append(f"Compressed weights have a budget of {shares.pop()}.")
     shapes = [name for name in said.fleets if name in SHAPE_FLEETS]
     if shapes:
-        notes.append("Shape fleets: synthetic factors with measured spectra, random prompts.")
+        notes.append(
+            "Shape fleets: random base weights, synthetic factors with measured spectra, random prompts."
+        )
     budgets = [
         f"{fleet.budget_gib:g} GiB ({name})" for name, fleet in said.fleets.items() if fleet.budget_gib
     ]
