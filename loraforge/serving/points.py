@@ -171,6 +171,11 @@ def parse(rows: Sequence[Any], path: Path) -> Sweep:
                 key=key or None,
                 remedy="make records with loraforge bench sweep",
             ) from error
+    return assemble(records, path)
+
+
+def assemble(records: Sequence[SettingRecord | StartRecord | PointRecord], path: str | Path) -> Sweep:
+    """Valid records as one experiment. Raises InputError where they contradict each other."""
     if not records or not isinstance(setting := records[0], SettingRecord):
         raise InputError("does not begin with a setting", path=path)
     starts = tuple(record for record in records if isinstance(record, StartRecord))
@@ -182,7 +187,7 @@ def parse(rows: Sequence[Any], path: Path) -> Sweep:
     return sweep
 
 
-def _check(sweep: Sweep, path: Path) -> None:
+def _check(sweep: Sweep, path: str | Path) -> None:
     known = {start.number: start.arm for start in sweep.starts}
     if len(known) != len(sweep.starts):
         raise InputError("numbers two starts alike", path=path, key="start.number")
