@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from vllm.config import CompilationMode
@@ -12,7 +11,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.platforms.cpu import CpuPlatform
 
 from loraforge import __version__
-from loraforge.runtime.ranks import check_manifest, live_rank
+from loraforge.runtime.vllm.admission import checked
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear, derive
 from loraforge.runtime.vllm.manager import LoRAForgeModelManager
 
@@ -28,7 +27,7 @@ def activate() -> None:
     CpuPlatform.check_and_update_config = classmethod(_compiling(CpuPlatform.check_and_update_config))
     utils._all_lora_classes = tuple(map(_ours, utils._all_lora_classes))
     utils.LogitsProcessorWithLoRA = derive(Occupied, LogitsProcessorWithLoRA)
-    worker._load_adapter = _checked(worker._load_adapter)
+    worker._load_adapter = checked(worker._load_adapter)
     worker._manager_cls = LoRAForgeModelManager
 
 
@@ -55,19 +54,3 @@ def _compiling(check: Any) -> Any:
             vllm_config.additional_config = {**options, "loraforge": __version__}
 
     return check_and_update_config
-
-
-def _checked(load: Any) -> Any:
-    """The engine's loader, which then holds an adapter's tensors against its manifest, where there is one."""
-
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        lora = load(self, lora_request)
-        ranks = {
-            name: live_rank(weights.lora_a, weights.lora_b)
-            for name, weights in lora.loras.items()
-            if not weights.is_packed
-        }
-        check_manifest(Path(utils.get_adapter_absolute_path(lora_request.lora_path)), ranks)
-        return lora
-
-    return load_adapter
