@@ -21,6 +21,8 @@ def register() -> None:
     from loraforge.runtime.vllm.version import require
 
     require()
+    from loraforge.runtime.vllm import arguments
     from loraforge.runtime.vllm.activate import activate
 
+    arguments.add()
     activate()

@@ -14,11 +14,10 @@ from loraforge.ops.cpu import native
 from loraforge.runtime.pool import RaggedPool, block_bytes
 from loraforge.runtime.ranks import Projection, live_rank
 from loraforge.runtime.vllm import opaque
+from loraforge.runtime.vllm.arguments import POOL_BYTES
 from loraforge.runtime.vllm.layers import OccupiedEmbedding, PooledLinear
 from loraforge.runtime.vllm.punica import PunicaWrapperLoRAForge
 from loraforge.runtime.vllm.version import require
-
-POOL_BYTES = "loraforge_pool_bytes"  # key of the engine's additional_config
 
 logger = init_logger("vllm.loraforge")  # the engine prints what is below its own name
 
@@ -35,6 +34,7 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
         self._pool_bytes: int | None = options.get(POOL_BYTES) if isinstance(options, dict) else None
         self._opaque: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._footprints: dict[int, int] = {}
+        self.whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         super().__init__(*args, vllm_config=vllm_config, **kwargs)
 
     def _create_lora_modules(self) -> None:
@@ -83,8 +83,8 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
     def _add_adapter(self, lora: Any) -> None:
         super()._add_adapter(lora)
         self._footprints[lora.id] = self._footprint(lora)
-        known = [self._footprints[key] for key in self._registered_adapters.cache]
-        most = sum(heapq.nlargest(self.lora_slots, known))
+        # of those that left the engine's cache too: a request may bring them back in the middle of a step
+        most = sum(heapq.nlargest(self.lora_slots, self._footprints.values()))
         if most > self.pool.capacity_bytes:
             needs = self._footprints[lora.id]
             self.remove_adapter(lora.id)
@@ -115,7 +115,11 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
         return total
 
     def activate_adapter(self, lora_id: int) -> bool:
-        loaded: bool = super().activate_adapter(lora_id)
+        try:
+            loaded: bool = super().activate_adapter(lora_id)
+        except Exception:
+            self.remove_adapter(lora_id)  # or half of it would stay in its slot
+            raise
         if loaded:
             self.pool.counters.loads += 1
         return loaded
@@ -127,9 +131,8 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
         super()._deactivate_adapter(lora_id)
 
     def remove_adapter(self, adapter_id: int) -> bool:
+        self._footprints.pop(adapter_id, None)
         removed: bool = super().remove_adapter(adapter_id)
-        if removed:
-            self._footprints.pop(adapter_id, None)
         return removed
 
     def remove_all_adapters(self) -> None:
