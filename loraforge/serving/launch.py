@@ -22,7 +22,7 @@ from loraforge.export.manifest import (
     load_manifest,
 )
 from loraforge.fleet.peft_io import Adapter, find_adapters, open_fleet
-from loraforge.runtime.pool import block_bytes
+from loraforge.runtime.packed import Layout
 from loraforge.runtime.ranks import Projection
 from loraforge.serving.engines import VLLM_SERVER
 
@@ -53,14 +53,13 @@ class Served:
 
     def pool_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of its live directions in a ragged pool of ``dtype``, alignment included."""
-        total = 0
+        projections, ranks = [], {}
         for module in self.adapter.modules:
             # a checkpoint's own fused matrix lies in the pool once a slice, each with all of A
             slices = _SLICES.get(_suffix(module.name), 1)
-            channels = (module.d_out, *(0,) * (slices - 1))
-            projection = Projection(module.name, module.d_in, channels)
-            total += block_bytes(projection, [self.live[module.name]] * slices, dtype)
-        return total
+            projections.append(Projection(module.name, module.d_in, (module.d_out, *(0,) * (slices - 1))))
+            ranks[module.name] = [self.live[module.name]] * slices
+        return Layout(projections, dtype).bytes(ranks)
 
 
 @dataclass(frozen=True)
