@@ -130,10 +130,18 @@ def torch_report() -> dict[str, Any]:
     }
 
 
-def serving_engines() -> dict[str, dict[str, str | None] | None]:
-    """Engine -> distribution, version and why the plugin refuses it (None: it serves); None where there is none."""
-    found = vllm_version.find()
-    return {"vllm": None if found is None else asdict(found)}
+def serving_engines() -> dict[str, dict[str, Any]]:
+    """Engine -> every distribution of it that is installed, with its version and why the plugin refuses it (None: it
+    serves), in the order in which they are taken; why the engine would not load the plugin; versions it is written for.
+    """
+    installed = [asdict(engine) for engine in vllm_version.installed()]
+    return {
+        "vllm": {
+            "installed": installed,
+            "plugin_problem": vllm_version.plugin_problem() if installed else None,
+            "supported": {name: list(versions) for name, versions in vllm_version.SUPPORTED.items()},
+        }
+    }
 
 
 def memory() -> dict[str, int | None]:
