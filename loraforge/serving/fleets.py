@@ -8,38 +8,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from loraforge.errors import InputError, UsageError
-from loraforge.export.manifest import (
-    ADAPTER_MANIFEST_FILE,
-    MANIFEST_FILE,
-    load_adapter_manifest,
-    load_manifest,
-)
 from loraforge.files import read_json
-from loraforge.fleet.peft_io import Adapter, open_fleet
+from loraforge.runtime.vllm import SWITCH
+from loraforge.runtime.vllm.options import POOL, POOL_BYTES
 from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
 from loraforge.serving.counters import ENVIRONMENT
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
+from loraforge.serving.launch import MAX_RANKS, RANK_HINTS, rank_hints, read_fleet
 from loraforge.serving.points import EngineState
 from loraforge.threads import in_threads
 
-SWITCH = "LORAFORGE_VLLM"  # 1: LoRAForge executes; native: it counts alone; 0: it does nothing
 _DTYPE = torch.bfloat16  # engines serve in it
-# the names under which engines fuse modules
-_FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,8 @@ class ServedWeights:
     """One set of weights of a fleet.
 
     live_bytes: what each adapter takes in a ragged pool. rank: the largest that a loader sees. shapes: (d_in, d_out) of
-    every module that any adapter changes. typical: median retained rank by the engine's name of a projection.
+    every module that any adapter changes. targets: last parts of their names. hints: typical retained ranks, for the
+    choice of kernels.
     """
 
     folders: Mapping[str, Path]
@@ -56,55 +43,30 @@ class ServedWeights:
     rank: int
     shapes: tuple[residency.Shape, ...]
     targets: tuple[str, ...]
-    typical: Mapping[str, int]
+    hints: Mapping[str, int]
 
 
 def open_weights(folder: Path, fleet: FleetConfig) -> ServedWeights:
     """Open and hash the adapters in ``folder``: PEFT folders, or a compressed fleet's of the declared layout.
 
-    Raises InputError as :func:`~loraforge.fleet.peft_io.open_adapter` does, and for a name that is not there.
+    Raises InputError as :func:`~loraforge.serving.launch.read_fleet` does, and for a name that is not there.
     """
-    compressed = (folder / MANIFEST_FILE).is_file()
-    if compressed and fleet.layout not in load_manifest(folder).fleet.layouts:
-        raise InputError(
-            f"has no layout {fleet.layout}", path=folder, remedy="export it, or serve another layout"
-        )
-    adapters = open_fleet([folder / fleet.layout if compressed else folder])
+    served = {item.adapter.name: item for item in read_fleet(folder, fleet.layout)}
     if fleet.only is not None:
-        known = {adapter.name: adapter for adapter in adapters}
-        if missing := [name for name in fleet.only if name not in known]:
+        if missing := [name for name in fleet.only if name not in served]:
             raise InputError(f"has no adapter {missing[0]!r}", path=folder, key="only")
-        adapters = [known[name] for name in fleet.only]
-    hashes = list(in_threads(lambda adapter: adapter.weights_sha256, adapters))
-    live = [_retained(adapter) for adapter in adapters]
+        served = {name: served[name] for name in fleet.only}
+    adapters = [item.adapter for item in served.values()]
     shapes = {module.name: (module.d_in, module.d_out) for adapter in adapters for module in adapter.modules}
-    ranks: dict[str, list[int]] = {}
-    for adapter, retained in zip(adapters, live, strict=True):
-        for module, rank in zip(adapter.modules, retained, strict=True):
-            tail = module.name.rpartition(".")[2]
-            ranks.setdefault(_FUSED.get(tail, tail), []).append(rank)
     return ServedWeights(
         folders={adapter.name: adapter.path.resolve() for adapter in adapters},
-        hashes={adapter.name: sha256 for adapter, sha256 in zip(adapters, hashes, strict=True)},
-        live_bytes={
-            adapter.name: residency.ragged_bytes(adapter.modules, retained, _DTYPE)
-            for adapter, retained in zip(adapters, live, strict=True)
-        },
-        rank=max(module.rank for adapter in adapters for module in adapter.modules),
+        hashes=dict(zip(served, in_threads(lambda adapter: adapter.weights_sha256, adapters), strict=True)),
+        live_bytes={name: item.pool_bytes(_DTYPE) for name, item in served.items()},
+        rank=max(item.rank for item in served.values()),
         shapes=tuple(shapes.values()),
         targets=tuple(sorted({name.rpartition(".")[2] for name in shapes})),
-        typical={name: round(median(found)) for name, found in sorted(ranks.items())},
+        hints=rank_hints(list(served.values())),
     )
-
-
-def _retained(adapter: Adapter) -> list[int]:
-    """Retained rank of each module: the manifest's, or without one the nominal."""
-    if not (adapter.path / ADAPTER_MANIFEST_FILE).is_file():
-        return [module.rank for module in adapter.modules]
-    modules = load_adapter_manifest(adapter.path).adapter.modules
-    if missing := [module.name for module in adapter.modules if module.name not in modules]:
-        raise InputError("is not in the manifest", path=adapter.path / ADAPTER_MANIFEST_FILE, key=missing[0])
-    return [modules[module.name].k for module in adapter.modules]
 
 
 @dataclass(frozen=True)
@@ -161,7 +123,7 @@ def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
     if arm.weights is None:
         return EngineState(slots=None, max_rank=None)
     served, config = fleet.weights[arm.weights], fleet.config
-    rank = config.max_rank or residency.engine_rank(experiment.engine, served.rank)
+    rank = config.max_rank or _engine_rank(experiment, served.rank)
     base_slots = int(experiment.engine == "sglang")  # which gives the base model one
     wanted = len(served.folders) + base_slots
     budget = None if arm.full or config.budget_gib is None else int(config.budget_gib * residency.GIB)
@@ -180,6 +142,21 @@ def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
         slots=wanted if budget is None else residency.uniform_slots(budget, slot_bytes, wanted),
         max_rank=rank,
         pool="shadow" if shadow else "native",
+    )
+
+
+def _engine_rank(experiment: Experiment, largest: int) -> int:
+    """The least rank to start an engine for that adapters of up to ``largest`` load: vLLM takes few.
+
+    Raises InputError where it takes none as large.
+    """
+    if experiment.engine == "sglang":
+        return largest
+    for rank in MAX_RANKS:
+        if rank >= largest:
+            return rank
+    raise InputError(
+        f"rank {largest} is more than the engine's largest, {MAX_RANKS[-1]}", remedy="leave that adapter out"
     )
 
 
@@ -229,10 +206,10 @@ def _options(experiment: Experiment, fleet: ServedFleet, arm: Arm, state: Engine
     if experiment.decode_steps:
         options["loraforge_decode_steps"] = experiment.decode_steps
     if arm.execution == "loraforge" and arm.weights is not None:
-        options["loraforge_pool"] = state.pool
-        options["loraforge_ranks"] = dict(fleet.weights[arm.weights].typical)
+        options[POOL] = state.pool
+        options[RANK_HINTS] = dict(fleet.weights[arm.weights].hints)
         if state.pool_bytes is not None:
-            options["loraforge_pool_bytes"] = state.pool_bytes
+            options[POOL_BYTES] = state.pool_bytes
     return options
 
 

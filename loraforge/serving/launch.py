@@ -78,9 +78,9 @@ class Launch:
     adapters: Mapping[str, Path]
 
 
-def read_fleet(path: Path) -> list[Served]:
-    """The adapters of a compressed fleet (its ragged layout, or else the padded one), or of a folder of PEFT adapters,
-    or the one adapter that ``path`` is.
+def read_fleet(path: Path, layout: str | None = None) -> list[Served]:
+    """The adapters of a compressed fleet (in ``layout``, by default ragged, or else padded), or of a folder of PEFT
+    adapters, or the one adapter that ``path`` is.
 
     Raises InputError where there is none, one cannot be read, or they are of different base models.
     """
@@ -88,7 +88,11 @@ def read_fleet(path: Path) -> list[Served]:
     path = path.parent if path.name == MANIFEST_FILE else path
     if (path / MANIFEST_FILE).is_file():
         manifest = load_manifest(path)
-        layout = min(manifest.fleet.layouts, key=("ragged", "padded").index)
+        layout = layout or min(manifest.fleet.layouts, key=("ragged", "padded").index)
+        if layout not in manifest.fleet.layouts:
+            raise InputError(
+                f"has no layout {layout}", path=path, remedy="export it, or serve another layout"
+            )
         folders = [path / layout / name for name in manifest.adapters]
         if not folders:
             raise InputError(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from adapter_folders import SEVEN, MakeAdapter
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +21,7 @@ from loraforge.serving.experiment import Experiment
 from loraforge.serving.fleets import engine_config, kv_token_bytes, open_fleets, state
 from loraforge.serving.residency import (
     GIB,
-    engine_rank,
     native_slot_bytes,
-    ragged_bytes,
     ragged_pool_bytes,
     ragged_slots,
     shadow_slot_bytes,
@@ -72,13 +69,6 @@ def test_any_choice_of_ragged_slots_fits_and_one_more_need_not(needs: list[int],
         == sum(largest[:slots])
         == ragged_pool_bytes(None, slots, needs)
     )
-
-
-def test_ranks_of_engines() -> None:
-    assert [engine_rank("vllm", rank) for rank in (1, 2, 16, 33, 128, 321)] == [1, 8, 16, 64, 128, 512]
-    assert engine_rank("sglang", 33) == 33
-    with pytest.raises(BudgetError, match="rank 600 is above the 512"):
-        engine_rank("vllm", 600)
 
 
 @pytest.fixture
@@ -137,6 +127,10 @@ def test_what_arms_are_started_with(tmp_path: Path, served: dict[str, Any]) -> N
     assert spectral.pool_bytes is not None
     assert spectral.pool_bytes <= 0.35 * ragged.pool_bytes
 
+    served["fleets"]["f"]["max_rank"] = 64
+    wider = open_fleets(Experiment.model_validate(served), tmp_path)["f"]
+    assert state(experiment, wider, Arm.parse("spectral_loraforge")).max_rank == 64
+    del served["fleets"]["f"]["max_rank"]
     served["pool"] = "shadow"
     shadow = state(Experiment.model_validate(served), fleet, Arm.parse("original_loraforge"))
     assert (shadow.slots, shadow.pool, shadow.pool_bytes) == (1, "shadow", None)
@@ -187,16 +181,6 @@ def test_command_lines_and_environments_of_arms(tmp_path: Path, served: dict[str
     assert "--max-loras-per-batch 5 --max-lora-rank 16 " in line
     assert "--lora-backend loraforge " in line
     assert "LORAFORGE_VLLM" not in env
-
-
-def test_ragged_bytes_are_those_of_live_directions(tmp_path: Path, served: dict[str, Any]) -> None:
-    from loraforge.fleet.peft_io import open_adapter
-
-    adapter = open_adapter(tmp_path / "original" / "a3")
-    full = ragged_bytes(adapter.modules, [module.rank for module in adapter.modules], torch.bfloat16)
-    assert 2 * adapter.n_parameters <= full <= 1.05 * 2 * adapter.n_parameters
-    one = ragged_bytes(adapter.modules, [1] * len(adapter.modules), torch.bfloat16)
-    assert one < full / 8
 
 
 def test_a_base_without_the_numbers_of_its_kv_cache(tmp_path: Path) -> None:
