@@ -18,7 +18,8 @@ from test_vllm import PYTHON
 from loraforge.serving.experiment import Experiment
 from loraforge.serving.points import read_sweep
 from loraforge.serving.records import read_run
-from loraforge.serving.shapes import write_served_fleet
+from loraforge.serving.residency import GIB, native_slot_bytes
+from loraforge.serving.shapes import base_shapes, write_served_fleet
 from loraforge.serving.sweep import run_sweep
 
 pytestmark = [
@@ -29,6 +30,9 @@ pytestmark = [
 ]
 # heads as small as the engine's attention takes
 CONFIG = SMALL | KINDS["llama"] | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+
+
+PROJECTIONS = [shape for part in base_shapes(CONFIG) for name, shape in part.items() if "_proj" in name]
 
 
 def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +48,7 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         weights=("spectral",),
         budget="1/2",
     )
+    slot = native_slot_bytes([tuple(reversed(shape)) for shape in PROJECTIONS], 8)
     experiment = Experiment.model_validate(
         {
             "experiment": "small",
@@ -54,6 +59,7 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 "small": {
                     "base": "small/base",
                     "adapters": {"original": "small/original", "spectral": "small/spectral_1-2"},
+                    "budget_gib": 1.5 * slot / GIB,  # one native slot, but room for both compressed adapters
                     "port": free_port(),
                     "context": 64,
                     "running": 8,
@@ -67,7 +73,7 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                     "output_tokens": {"kind": "uniform", "low": 2, "high": 9},
                 }
             },
-            "arms": ["spectral_loraforge", "base_only"],
+            "arms": ["original_native", "spectral_loraforge"],
             "points": [{"rate": 8, "requests": 8, "seeds": [1, 2]}],
             "warmup": 4,
             "extra": ["--enforce-eager"],
@@ -78,15 +84,25 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (outcome.problems, outcome.left) == ([], 0)
     found = read_sweep(tmp_path / "out")
     assert found.setting.engine.startswith("vllm")
-    assert [start.arm for start in found.starts] == ["spectral_loraforge", "base_only"]
+    native, ours = found.starts
+    assert (native.engines["small"].slots, ours.engines["small"].slots) == (1, 2)
+    for start, execution in ((native, "native"), (ours, "loraforge")):
+        assert start.engines["small"].counters is not None
+        assert start.engines["small"].counters.execution == execution
     for point in found.complete:
         run = read_run(tmp_path / "out" / point.requests)
         assert point.failures == {}
         assert [row.output_tokens for row in run.requests] == [row.asked_tokens for row in run.requests]
         assert all(row.text_s is not None for row in run.requests)  # every token id has a word
-        assert {row.model for row in run.requests} == (
-            {"base"} if point.arm == "base_only" else {"00-r4", "01-r8"}
-        )
-    log = next((tmp_path / "out" / "logs").glob("000-*.log")).read_text()
+        assert {row.model for row in run.requests} == {"00-r4", "01-r8"}
+        assert point.pool_bytes is not None
+        assert point.loads is not None
+        if point.arm == "original_native":
+            assert point.loads > 0  # two adapters take turns in one slot
+            assert point.pool_bytes >= slot
+        else:
+            assert point.loads == 0
+            assert 0 < point.windows["small"].after.live_bytes <= point.windows["small"].after.capacity_bytes
+    log = next((tmp_path / "out" / "logs").glob("001-*.log")).read_text()
     assert "LoRAForge" in log
     assert "is active" in log
