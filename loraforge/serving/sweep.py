@@ -131,7 +131,9 @@ class _Runner:
     def run(self, arm: Arm) -> None:
         """Measure what is pending of an arm on one start of its engines."""
         pending = self.pending(arm)
-        if not pending or not self._has_time(self._start_s() + min(self._point_s(*key) for key in pending)):
+        if not pending or not self._has_time(
+            self._start_s() + min(self._point_s(rate) for rate, _ in pending)
+        ):
             return
         number = len(self.sweep.starts)
         label = f"{number:03d}-{arm}"
@@ -192,7 +194,7 @@ class _Runner:
         conditioned: dict[str, int],
     ) -> None:
         for rate, seed in pending:
-            if not self._has_time(self._point_s(rate, seed)):
+            if not self._has_time(self._point_s(rate)):
                 return
             try:
                 workload = self._workload(arm, rate, seed)
@@ -274,8 +276,7 @@ class _Runner:
         """The pass after a start, if there is to be one: how many requests it had, and what went wrong."""
         if self.experiment.conditioning != "start":
             return {}, None
-        rate, seed = max(self.experiment.grid(), key=lambda key: key[0])
-        workload = self._drawn(rate, seed)
+        workload = self._drawn(*self._heaviest())
         run = replay(workload, {name: engine.url for name, engine in engines.items()}, self._options(arm))
         return {"conditioning at the start": len(run.requests)}, run.run.ended or _trouble(engines)
 
@@ -351,14 +352,28 @@ class _Runner:
         return self.deadline is None or time.monotonic() + needed_s <= self.deadline
 
     def _start_s(self) -> float:
-        """Seconds that a start will take: the longest so far."""
-        return max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0)
+        """Seconds that a start will take, with the pass after it: the longest so far."""
+        healthy = max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0)
+        return healthy + (
+            self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
+        )
 
-    def _point_s(self, rate: float, seed: int) -> float:
-        """Seconds that a point will take: the longest so far at its rate, or else its arrivals."""
+    def _point_s(self, rate: float) -> float:
+        """Seconds that a point will take, with the pass before it."""
+        return self._wall_s(rate) * (2 if self.experiment.conditioning == "point" else 1)
+
+    def _wall_s(self, rate: float) -> float:
+        """Seconds of a replay: the longest so far at its rate, or else until the last request of one is sent."""
         known = [point.figures["wall_s"] or 0.0 for point in self.sweep.complete if point.rate == rate]
-        once = max(known) if known else self._drawn(rate, seed).requests[-1].arrival_s
-        return once * (2 if self.experiment.conditioning == "point" else 1)
+        return (
+            max(known)
+            if known
+            else self._drawn(rate, self.experiment.point(rate).seeds[0]).requests[-1].arrival_s
+        )
+
+    def _heaviest(self) -> tuple[float, int]:
+        """Rate and seed of the pass after a start."""
+        return max(self.experiment.grid(), key=lambda key: key[0])
 
 
 def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
