@@ -81,7 +81,7 @@ def run_sweep(
     for fleets that cannot be opened and for a folder of another setting.
     """
     if python is not None:
-        experiment = experiment.model_copy(update={"python": python})
+        experiment = experiment.model_copy(update={"python": python.absolute()})
     deadline = None if budget_s is None else time.monotonic() + budget_s
     if unknown := [name for name in arms or () if name not in experiment.arms]:
         raise UsageError(
