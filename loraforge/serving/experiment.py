@@ -198,5 +198,5 @@ def load_experiment(path: Path) -> Experiment:
             first["msg"],
             path=path,
             key=".".join(map(str, first["loc"])) or None,
-            remedy="see docs/serving.md",
+            remedy="see docs/serving_experiments.md",
         ) from error
