@@ -68,7 +68,7 @@ class Loop:
     """An engine without a model: every request goes on to its length."""
 
     scheduler: Any
-    ahead: bool
+    depth: int  # steps that may be underway at once
     steps: list[Step] = field(default_factory=list)
     made: dict[str, int] = field(default_factory=dict)  # tokens of each request
 
@@ -98,6 +98,7 @@ class Loop:
                 any(
                     not request.is_prefill_chunk
                     and request.num_output_tokens + underway[request.request_id] < request.max_tokens
+                    and request.num_tokens + underway[request.request_id] > request.num_computed_tokens
                     for request in engine.running
                 )
             )
@@ -116,7 +117,7 @@ class Loop:
                     sampled.append(name)
             self.steps.append(step)
             self._underway.append((output, sampled))
-            if self.ahead and len(self._underway) < 2 and output.num_scheduled_tokens:
+            if len(self._underway) < self.depth and output.num_scheduled_tokens:
                 return
         self._take()
 
@@ -143,7 +144,9 @@ class Loop:
         raise AssertionError("requests starve")
 
 
-def _loop(plain: Any, options: dict[str, Any], *, ahead: bool, blocks: int = 200) -> Loop:
+def _loop(
+    plain: Any, options: dict[str, Any], *, ahead: bool, depth: int | None = None, blocks: int = 200
+) -> Loop:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -167,7 +170,7 @@ def _loop(plain: Any, options: dict[str, Any], *, ahead: bool, blocks: int = 200
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
         ),
-        ahead,
+        depth or 1 + ahead,
     )
 
 
@@ -185,7 +188,7 @@ def _obeys(steps: list[Step], decode_steps: int) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 5),
-    st.booleans(),
+    st.sampled_from([(False, 1), (False, 3), (True, 2)]),
     st.integers(11, 20),  # a request takes 10 blocks at most, and one is the engine's own
     st.lists(
         st.tuples(st.integers(0, 6), st.integers(1, 90), st.integers(1, 60), st.booleans()),
@@ -196,12 +199,13 @@ def _obeys(steps: list[Step], decode_steps: int) -> None:
 def test_the_rule_holds_and_every_request_ends(
     plain: Any,
     decode_steps: int,
-    ahead: bool,
+    mode: tuple[bool, int],
     blocks: int,
     requests: list[tuple[int, int, int, bool]],
 ) -> None:
     """``requests``: (steps before it, prompt, tokens, whether it is given up in the next one's place)."""
-    loop = _loop(plain, {"loraforge_decode_steps": decode_steps}, ahead=ahead, blocks=blocks)
+    ahead, depth = mode
+    loop = _loop(plain, {"loraforge_decode_steps": decode_steps}, ahead=ahead, depth=depth, blocks=blocks)
     wanted, leaving = {}, None
     for wait, prompt, tokens, given_up in requests:
         for _ in range(wait):
@@ -258,6 +262,16 @@ def test_a_last_token_that_is_underway_holds_nothing(plain: Any) -> None:
     assert loop.steps[:3] == [Step(False, prefill=10), Step(True, decode=1), Step(False, prefill=20)]
 
 
+def test_a_token_whose_turn_has_not_come_holds_nothing(plain: Any) -> None:
+    """As where a model is cut into parts that work at once: a request has one token underway, prompts fill the rest."""
+    loop = _loop(plain, {"loraforge_decode_steps": 50}, ahead=False, depth=2)
+    loop.add(10, 5)
+    loop.step()
+    loop.add(20, 1)
+    loop.finish()
+    assert loop.steps[:3] == [Step(False, prefill=10), Step(False, prefill=20), Step(True, decode=1)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -303,11 +317,18 @@ print("MADE", json.dumps([list(output.outputs[0].token_ids) for output in made])
 """
 
 
-def _generate(options: dict[str, Any], prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+def _generate(
+    switch: str, options: dict[str, Any], prompts: list[list[int]], lengths: list[int]
+) -> list[list[int]]:
     """What a whole engine makes of ``prompts``, in a process of its own. FP32: a batch changes no token."""
     done = subprocess.run(
         [sys.executable, "-c", _SERVE, json.dumps([str(BASE), options, prompts, lengths])],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "LORAFORGE_VLLM": switch,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -321,10 +342,10 @@ def test_a_real_engine_makes_the_same_tokens_in_another_order(tmp_path: Path) ->
     prompts = [list(range(100 * start, 100 * start + 12 * start)) for start in range(1, 8)]
     lengths = [12, 3, 8, 1, 5, 14, 4]
     traces, made = [], []
-    for steps in (0, 4):
+    for steps, switch in ((0, "1"), (4, "native")):
         trace = tmp_path / f"{steps}.jsonl"
         options = {"loraforge_decode_steps": steps, "loraforge_admission_trace": str(trace)}
-        made.append(_generate(options, prompts, lengths))
+        made.append(_generate(switch, options, prompts, lengths))
         traces.append([json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()])
     assert made[0] == made[1]
     assert list(map(len, made[0])) == lengths

@@ -72,7 +72,9 @@ class _Deferring:
         engine: Any = self
         native: Any = super()
         decoding = [request for request in engine.running if not request.is_prefill_chunk]
-        held = self._admission.holds(any(map(_has_more, decoding)))
+        held = self._admission.holds(
+            any(_can_decode(request, engine.current_step + 1) for request in decoding)
+        )
         saturated = engine.prefill_capacity_bound
         if held:
             engine.prefill_capacity_bound = False  # a saturated engine would hold nothing back
@@ -124,10 +126,15 @@ class DeferredAsyncScheduler(_Deferring, AsyncScheduler):
     """For an engine that schedules a step while the one before runs."""
 
 
-def _has_more(request: Any) -> bool:
-    """Whether a request that decodes has tokens to make beyond those that are being made."""
-    made: int = request.num_output_tokens + request.num_output_placeholders
-    return made < int(request.max_tokens)
+def _can_decode(request: Any, step: int) -> bool:
+    """Whether a request whose prompt is computed has a token to make in a step: its last may be underway, and where the
+    engine keeps several steps underway without scheduling ahead of results, it may have to wait for one."""
+    underway: int = request.num_output_placeholders
+    return bool(
+        request.num_output_tokens + underway < request.max_tokens
+        and request.num_computed_tokens < request.num_tokens + underway
+        and request.next_decode_eligible_step <= step
+    )
 
 
 def _open(path: Path) -> TextIO:
