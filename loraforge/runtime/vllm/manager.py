@@ -74,7 +74,8 @@ class LoRAForgeModelManager(CountedModelManager):
         )
 
     def _make_pool(self, projections: dict[str, Projection]) -> RaggedPool:
-        """By default with room for adapters of the largest rank in every slot."""
+        """With room for adapters of the largest rank in every slot, or of as many bytes as the options give; the
+        engine's buffers are part of a shadow pool's."""
         slots, rank, dtype = self.lora_slots, self.lora_config.max_lora_rank, self.lora_config.lora_dtype
         a, b = Layout(projections.values(), dtype).sizes(
             {name: [rank] * len(its.channels) for name, its in projections.items()}
