@@ -137,7 +137,7 @@ def test_the_users_configuration_is_kept_beside_the_hints(fleet: Path, base: Pat
     line = command(decided, "python", extra)
     assert line.count("--additional-config") == 1
     config = json.loads(_value(line, "--additional-config"))
-    assert config == {"loraforge_decode_steps": 4, "loraforge_ranks": dict(decided.ranks)}
+    assert config == {"loraforge_decode_steps": 4, "loraforge_ranks": rank_hints(read_fleet(fleet))}
     assert line[-2:] == ["--seed", "1"]
     for text, problem in (("{", "is no JSON"), ("[]", "is no JSON object")):
         with pytest.raises(UsageError, match=problem):
@@ -151,6 +151,15 @@ def test_an_engine_without_the_plugin_gets_its_own_options_alone(fleet: Path, ba
     line = command(launch(read_fleet(fleet), base=str(base), plugin=False), "python")
     assert not any("loraforge" in argument for argument in line if "=" not in argument)
     assert "--additional-config" not in line
+
+
+def test_the_size_of_a_shadow_pool_is_left_to_the_plugin(fleet: Path, base: Path) -> None:
+    extra = ["--loraforge-pool", "shadow"]
+    decided = launch(read_fleet(fleet), base=str(base), extra=extra)
+    line = command(decided, "python", extra)
+    assert "--loraforge-pool-bytes" not in line
+    assert _value(line, "--loraforge-pool") == "shadow"
+    assert "--additional-config" in line
 
 
 def test_names_that_the_short_form_would_break(tmp_path: Path, make_adapter: MakeAdapter, base: Path) -> None:
