@@ -12,9 +12,10 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 import loraforge
 from loraforge.errors import LoraForgeError
 from loraforge.runtime.batch import Applied
-from loraforge.runtime.packed import Layout, Packed
+from loraforge.runtime.packed import Layout
 from loraforge.runtime.pool import Counters, RaggedPool
 from loraforge.runtime.ranks import Projection
+from loraforge.runtime.shadow import ShadowPool, native_bytes
 from loraforge.runtime.vllm import opaque
 from loraforge.runtime.vllm.counted import CountedModelManager, device_bytes
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear
@@ -73,12 +74,17 @@ class LoRAForgeModelManager(CountedModelManager):
         )
 
     def _make_pool(self, projections: dict[str, Projection]) -> RaggedPool:
-        dtype = self.lora_config.lora_dtype
-        most = Layout(projections.values(), dtype).bytes(
-            {name: [self.lora_config.max_lora_rank] * len(its.channels) for name, its in projections.items()}
+        """With room for adapters of the largest rank in every slot, or of as many bytes as the options give; the
+        engine's buffers are part of a shadow pool's."""
+        slots, rank, dtype = self.lora_slots, self.lora_config.max_lora_rank, self.lora_config.lora_dtype
+        a, b = Layout(projections.values(), dtype).sizes(
+            {name: [rank] * len(its.channels) for name, its in projections.items()}
         )
-        capacity = self._options.pool_bytes or self.lora_slots * most
-        return RaggedPool(projections.values(), self.lora_slots, capacity, dtype, self.device)
+        given = self._options.pool_bytes
+        if self._options.pool == "shadow":
+            capacity = given or native_bytes(projections.values(), slots, rank, dtype) + slots * b
+            return ShadowPool(projections.values(), slots, rank, capacity, dtype, self.device)
+        return RaggedPool(projections.values(), slots, given or slots * (a + b), dtype, self.device)
 
     def _create_merged_loras_inplace(self, lora: Any) -> None:
         super()._create_merged_loras_inplace(lora)
@@ -95,13 +101,13 @@ class LoRAForgeModelManager(CountedModelManager):
             weights.lora_b = _nothing(weights.lora_b, 1)
 
     def _check_room(self, lora: Any) -> None:
-        packed: Packed = lora.packed
-        others = [one.packed.bytes for key, one in self._registered_adapters.cache.items() if key != lora.id]
-        most = sum(heapq.nlargest(self.lora_slots, [packed.bytes, *others]))
-        if most > self.pool.capacity_bytes:
+        known = {**dict(self._registered_adapters.cache.items()), lora.id: lora}
+        sizes = {key: self.pool.size(one.packed) for key, one in known.items()}
+        most = sum(heapq.nlargest(self.lora_slots, sizes.values()))
+        if most > self.pool.room_bytes:
             raise LoraForgeError(
-                f"adapter {lora.id} needs {packed.bytes} bytes of the pool; with the largest others in "
-                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.capacity_bytes}",
+                f"adapter {lora.id} needs {sizes[lora.id]} bytes of the pool; with the largest others in "
+                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.room_bytes}",
                 key=POOL_BYTES,
                 remedy="give the pool more bytes or the engine fewer slots (--max-loras)",
             )
