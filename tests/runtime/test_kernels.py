@@ -69,6 +69,15 @@ def test_a_typical_rank_that_is_given_counts() -> None:
     assert kernels.choose(DOWN, 8, 64) == FAST
 
 
+def test_every_choice_comes_up_to_one_of_the_bounds() -> None:
+    kernels = Kernels(TABLE, 300, {}, 64)
+    bounds = kernels.bounds(1000)
+    assert bounds == [32, 128, 512, 1000]
+    for tokens in range(1, 1001):
+        bound = next(bound for bound in bounds if bound >= tokens)
+        assert kernels.choose(DOWN, tokens, 8) == kernels.choose(DOWN, bound, 8)
+
+
 def test_buffers_are_large_enough_for_every_choice() -> None:
     for table in (TABLE, load_table("generic")):
         kernels = Kernels(table, 300, {}, 64)
@@ -100,6 +109,8 @@ def test_all_choices_give_the_same_sums() -> None:
         pool.load(slot, pool.pack(pairs))
     kernels = Kernels(table, 48, {}, 64)
     batch = Batch(64, 3, 64, tiles=kernels.tiles(), planes=kernels.planes(64))
+    for projection in (DOWN, other):
+        Applied(pool, batch, projection, kernels).warm()
     for tokens in (3, 40, 64, 3):
         slots = torch.randint(-1, 3, (tokens,), generator=make)
         slots[0] = 2

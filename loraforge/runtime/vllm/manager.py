@@ -61,8 +61,14 @@ class LoRAForgeModelManager(CountedModelManager):
         for layer in self.modules.values():
             if isinstance(layer, PooledLinear | OccupiedEmbedding):
                 layer.handle = opaque.handle(layer)
+        alike: dict[Any, Applied] = {}  # layers of one name and shape run the same kernels
         for name, layer in self._layers.items():
-            layer.serve(Applied(self.pool, punica.batch, projections[name], punica.kernels))
+            its = projections[name]
+            applied = Applied(self.pool, punica.batch, its, punica.kernels)
+            alike.setdefault((name.rpartition(".")[2], its.d_in, its.channels), applied)
+            layer.serve(applied)
+        for applied in alike.values():
+            applied.warm()
         punica.native = any(
             name not in self._layers and not isinstance(layer, Occupied)
             for name, layer in self.modules.items()
