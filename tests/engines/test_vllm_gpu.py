@@ -1,7 +1,7 @@
 """The plugin in a real vLLM engine on a GPU, against transformers in FP32, with a small model of random weights.
 
 Needs ``pip install vllm==0.26.0`` and this package beside it. Each mode of the engine (eager; compiled with CUDA
-graphs; the older model runner) serves the same batches in a process of its own, which this file also is.
+graphs; the older model runner; on two GPUs) serves the same batches in a process of its own, which this file also is.
 
 Tolerance: BF16 execution against FP32. A greedy token must be within 0.15 of the best token of the FP32 model with the
 adapter folded in, and its log-probability within 0.15 of the FP32 one; adapters move log-probabilities by more than 1.
@@ -51,6 +51,7 @@ MODES = {
     "eager": {},
     "graphs": {},
     "older_runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "two_gpus": {},
 }
 
 
@@ -69,6 +70,7 @@ def _serve(mode: str, root: Path) -> None:
         gpu_memory_utilization=0.2,
         enable_prefix_caching=False,
         enforce_eager=mode == "eager",
+        tensor_parallel_size=2 if mode == "two_gpus" else 1,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
         enable_lora=True,
         max_loras=SLOTS,
@@ -113,7 +115,7 @@ def _serve(mode: str, root: Path) -> None:
         "again": run(MIXED, 0),
         "single": run(["eight"], 3),
     }
-    (report,) = llm.apply_model(lambda model: model.lora_manager.pool.report())
+    report, *_ = llm.apply_model(lambda model: model.lora_manager.pool.report())
     (root / f"{mode}.json").write_text(json.dumps({"served": served, "report": report}))
     sys.stdout.flush()
     os._exit(0)  # the engine's own end may take long, and is not what is tested
@@ -186,6 +188,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(request: pytest.FixtureRequest, root: Path) -> dict[str, Any]:
     """What one mode made of the batches."""
     mode: str = request.param
+    if mode == "two_gpus" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     environment = {
         **os.environ,
         **MODES[mode],
