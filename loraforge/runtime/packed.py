@@ -23,12 +23,14 @@ ALIGN_BYTES = 64  # a cache line; more than any kernel's loads
 class Packed:
     """One adapter.
 
-    data: [elements] of the pool's dtype, on the host. rows: number of slices -> int64 [projections with so many,
-    slices, 4], rows of their tables, offsets counted from the first element of ``data``. ranks: live rank of each
-    slice of the projections that the adapter changes. source_bytes: of its live directions, without alignment.
+    data: [elements] of the pool's dtype, on the host: all A, and from element ``b_start`` on all B. rows: number of
+    slices -> int64 [projections with so many, slices, 4], rows of their tables, offsets counted from the first element
+    of ``data``. ranks: live rank of each slice of the projections that the adapter changes. source_bytes: of its live
+    directions, without alignment.
     """
 
     data: Tensor
+    b_start: int
     rows: Mapping[int, Tensor]
     ranks: Mapping[str, tuple[int, ...]]
     source_bytes: int
@@ -52,9 +54,14 @@ class Layout:
 
     def bytes(self, ranks: Mapping[str, Sequence[int]]) -> int:
         """What an adapter of these live ranks a slice takes in a pool."""
-        return ALIGN_BYTES * sum(
-            _lay_out(self.projections[name], its, self.unit)[1] for name, its in ranks.items()
-        )
+        return sum(self.sizes(ranks))
+
+    def sizes(self, ranks: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+        """Bytes of A and of B of an adapter of these live ranks a slice."""
+        a = b = 0
+        for name, its in ranks.items():
+            _, a, b = _lay_out(self.projections[name], its, self.unit, a, b)
+        return a * ALIGN_BYTES, b * ALIGN_BYTES
 
     def pack(self, factors: Mapping[str, Sequence[Factors | None]], *, pin: bool = False) -> Packed:
         """Put an adapter into one block.
@@ -72,28 +79,32 @@ class Layout:
         }
         ranks = {name: its for name, its in ranks.items() if any(its)}
         empty = {slices: SlotTable(len(names), slices) for slices, names in self.groups.items()}
-        units, placed = 0, list[tuple[Slot, int, Factors]]()
+        a_units = b_units = 0
+        placed: list[tuple[Slot, int, Factors]] = []
         for slices, names in self.groups.items():
             for place, name in enumerate(names):
                 if name not in ranks:
                     continue
-                rows, more = _lay_out(self.projections[name], ranks[name], self.unit, units)
+                projection = self.projections[name]
+                rows, a_units, b_units = _lay_out(projection, ranks[name], self.unit, a_units, b_units)
                 empty[slices].set(place, rows)
-                units += more
-                for row, pair, channels in zip(
-                    rows, factors[name], self.projections[name].channels, strict=True
-                ):
+                for row, pair, channels in zip(rows, factors[name], projection.channels, strict=True):
                     if pair is not None and row.rank:
                         placed.append((row, channels, pair))
-        data = torch.empty(units * self.unit, dtype=self.dtype, pin_memory=pin)
+        b_start = a_units * self.unit
+        data = torch.empty(b_start + b_units * self.unit, dtype=self.dtype, pin_memory=pin)
         elements = 0
         for row, channels, (a, b) in placed:
             data[row.a_offset : row.a_offset + a.numel()].view(a.shape).copy_(a)
-            target = data[row.b_offset : row.b_offset + channels * row.width].view(channels, row.width)
+            first = b_start + row.b_offset
+            target = data[first : first + channels * row.width].view(channels, row.width)
             target[:, : row.rank].copy_(b)
             elements += a.numel() + b.numel()
+        for table in empty.values():
+            table.tensor[..., 1] += b_start * live(table.tensor)
         return Packed(
             data,
+            b_start,
             {slices: table.tensor for slices, table in empty.items()},
             ranks,
             elements * self.dtype.itemsize,
@@ -122,19 +133,25 @@ class Layout:
 
 
 def _lay_out(
-    projection: Projection, ranks: Sequence[int], unit: int, units: int = 0
-) -> tuple[list[Slot], int]:
-    """Rows of the table for a block that starts at ``units`` units of elements, and how many units it takes."""
-    rows, begin = [], units
+    projection: Projection, ranks: Sequence[int], unit: int, a_units: int, b_units: int
+) -> tuple[list[Slot], int, int]:
+    """Rows of the table of a projection whose A begins at ``a_units`` units of elements and whose B at ``b_units``, and
+    where those of the next one begin."""
+    rows = []
     for rank, channels in zip(ranks, projection.channels, strict=True):
         if not rank:
             rows.append(Slot())
             continue
         width = bucket(rank)
-        between = units + _ceil(rank * projection.d_in, unit)
-        rows.append(Slot(units * unit, between * unit, rank, width))
-        units = between + _ceil(channels * width, unit)
-    return rows, units - begin
+        rows.append(Slot(a_units * unit, b_units * unit, rank, width))
+        a_units += _ceil(rank * projection.d_in, unit)
+        b_units += _ceil(channels * width, unit)
+    return rows, a_units, b_units
+
+
+def live(rows: Tensor) -> Tensor:
+    """1 for the rows of tables [..., 4] that hold directions, 0 for the empty ones; [...] of their dtype."""
+    return (rows[..., 2] != 0).to(rows.dtype)
 
 
 def _ceil(elements: int, unit: int) -> int:
@@ -145,7 +162,7 @@ def stage(rows: Tensor, start: int, *, pin: bool) -> Tensor:
     """A copy of the rows of a :class:`Packed` whose block starts at element ``start`` of a pool; empty rows stay."""
     moved = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pin)
     moved.copy_(rows)
-    live = (rows[..., 2] != 0).to(rows.dtype)
-    moved[..., 0] += start * live
-    moved[..., 1] += start * live
+    shift = start * live(rows)
+    moved[..., 0] += shift
+    moved[..., 1] += shift
     return moved

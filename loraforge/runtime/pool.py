@@ -93,6 +93,11 @@ class RaggedPool:
         return self._arena.capacity * ALIGN_BYTES
 
     @property
+    def room_bytes(self) -> int:
+        """The part of the capacity that adapters share, each as much as its ranks take."""
+        return self._arena.capacity * ALIGN_BYTES
+
+    @property
     def live_bytes(self) -> int:
         """Bytes that adapters in slots take, alignment included."""
         return (self._arena.capacity - self._arena.free) * ALIGN_BYTES
@@ -127,18 +132,23 @@ class RaggedPool:
         """Put an adapter into the form that :meth:`load` takes; see :meth:`Layout.pack`."""
         return self.layout.pack(factors, pin=self._pin)
 
+    def size(self, adapter: Packed) -> int:
+        """Bytes that an adapter takes of ``room_bytes``."""
+        return adapter.bytes
+
     def load(self, slot: int, adapter: Packed) -> None:
         """Put an adapter into a slot, instead of what it held; on a GPU without waiting for it.
 
         Raises LoraForgeError where there is no room left; the slot is then empty.
         """
         self.clear(slot)
-        units = adapter.data.numel() // self._unit
+        data = self._kept(adapter)
+        units = data.numel() // self._unit
         start = self._room(units) if units else 0
         self._blocks[slot] = _Block(start, units, adapter)
         self._greatest.clear()
         begin = start * self._unit
-        self.buffer[begin : begin + adapter.data.numel()].copy_(adapter.data, non_blocking=True)
+        self.buffer[begin : begin + data.numel()].copy_(data, non_blocking=True)
         self._place(slot)
         self.counters.loads += 1
         self.counters.source_bytes += adapter.source_bytes
@@ -158,9 +168,17 @@ class RaggedPool:
     def _place(self, slot: int) -> None:
         """Write the rows of a slot where its block now lies."""
         block = self._blocks[slot]
-        for slices, rows in block.adapter.rows.items():
-            moved = stage(rows, block.start * self._unit, pin=self._pin)
+        for slices in block.adapter.rows:
+            moved = self._staged(slot, slices, block.adapter, block.start * self._unit)
             self._rows[slices][:, slot].copy_(moved, non_blocking=True)
+
+    def _kept(self, adapter: Packed) -> Tensor:
+        """The part of an adapter's data that lies in its slot's block."""
+        return adapter.data
+
+    def _staged(self, slot: int, slices: int, adapter: Packed, start: int) -> Tensor:
+        """Rows of a slot for the tables with so many slices, on the host, for a block that starts at an element."""
+        return stage(adapter.rows[slices], start, pin=self._pin)
 
     def _room(self, units: int) -> int:
         start = self._arena.take(units)

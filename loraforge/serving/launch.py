@@ -24,10 +24,10 @@ from loraforge.export.manifest import (
 from loraforge.fleet.peft_io import Adapter, find_adapters, open_fleet
 from loraforge.runtime.packed import Layout
 from loraforge.runtime.ranks import Projection
+from loraforge.runtime.vllm.options import RANKS
 from loraforge.serving.engines import VLLM_SERVER
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM takes as --max-lora-rank
-RANK_HINTS = "loraforge_ranks"  # key of the engine's additional_config
 # a projection that a checkpoint stores in parts and the engine runs as one
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -64,8 +64,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server is started with. slots: adapters of one batch. pool_bytes: of the ragged pool; None leaves both
-    this and the hints out, for an engine without the plugin."""
+    """What a server is started with. slots: adapters of one batch. pool_bytes: None leaves it to the plugin. ranks:
+    :func:`rank_hints`, None for an engine without the plugin, which gets none of its options."""
 
     base: str
     served_name: str
@@ -74,7 +74,7 @@ class Launch:
     slots: int
     max_rank: int
     pool_bytes: int | None
-    ranks: Mapping[str, int]
+    ranks: Mapping[str, int] | None
     adapters: Mapping[str, Path]
 
 
@@ -153,6 +153,8 @@ def launch(
     stated = served[0].adapter.base_model
     slots = len(served) if slots is None else slots
     needs = {item.adapter.name: item.pool_bytes(_dtype(extra)) for item in served}
+    # a shadow pool has the engine's buffers besides, whose size the plugin knows
+    shadow = _split("--loraforge-pool", extra)[1][-1:] == ["shadow"]
     # as the plugin counts: any adapters may meet in one batch
     least = sum(heapq.nlargest(slots, needs.values()))
     if pool_bytes is not None and pool_bytes < least:
@@ -169,8 +171,8 @@ def launch(
         port=port,
         slots=slots,
         max_rank=_max_rank(served),
-        pool_bytes=(least if pool_bytes is None else pool_bytes) if plugin else None,
-        ranks=rank_hints(served),
+        pool_bytes=least if pool_bytes is None and not shadow else pool_bytes,
+        ranks=rank_hints(served) if plugin else None,
         adapters={item.adapter.name: item.adapter.path.resolve() for item in served},
     )
 
@@ -204,10 +206,11 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
     line += ["--host", launch.host, "--port", str(launch.port)]
     line += ["--enable-lora", "--max-loras", str(launch.slots), "--max-lora-rank", str(launch.max_rank)]
     line += ["--max-cpu-loras", str(max(launch.slots, len(launch.adapters)))]
-    if launch.pool_bytes is not None:
+    if launch.ranks is not None:
         stated, extra = _take_json("--additional-config", extra)
-        hints = {RANK_HINTS: dict(launch.ranks), **stated}
-        line += ["--loraforge-pool-bytes", str(launch.pool_bytes)]
+        hints = {RANKS: dict(launch.ranks), **stated}
+        if launch.pool_bytes is not None:
+            line += ["--loraforge-pool-bytes", str(launch.pool_bytes)]
         line += ["--additional-config", json.dumps(hints, sort_keys=True)]
     line += ["--lora-modules", *(_module(name, folder) for name, folder in launch.adapters.items())]
     return [*line, *extra]

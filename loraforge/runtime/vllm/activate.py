@@ -7,7 +7,7 @@ from vllm.lora import utils, worker_manager
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from loraforge.runtime.vllm import command_line, platform, unloading
+from loraforge.runtime.vllm import command_line, platform, scheduler, unloading
 from loraforge.runtime.vllm.admission import checked
 from loraforge.runtime.vllm.counted import NativeModelManager
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear, derive
@@ -21,6 +21,7 @@ def activate() -> None:
     if worker._manager_cls is LoRAForgeModelManager:
         return
     platform.adopt()
+    platform.then(scheduler.install)
     utils._all_lora_classes = tuple(map(_ours, utils._all_lora_classes))
     utils.LogitsProcessorWithLoRA = derive(Occupied, LogitsProcessorWithLoRA)
     worker._load_adapter = checked(worker._load_adapter)
@@ -28,9 +29,14 @@ def activate() -> None:
 
 
 def count_native() -> None:
-    """Leave the engine's execution as it is and count what it loads. The flags are taken, and mean nothing."""
+    """Leave the engine's execution as it is and count what it loads, once. The flags are taken, and mean nothing; when
+    prompts are scheduled is no matter of execution, so that arms can be alike in it."""
     command_line.extend(EngineArgs)
-    worker_manager.LRUCacheWorkerLoRAManager._manager_cls = NativeModelManager
+    worker = worker_manager.LRUCacheWorkerLoRAManager
+    if worker._manager_cls is NativeModelManager:
+        return
+    platform.then(scheduler.install)
+    worker._manager_cls = NativeModelManager
 
 
 def _ours(native: type) -> type:

@@ -154,7 +154,11 @@ class OccupiedEmbedding(Occupied):
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embedding of ``ids`` with the adapters' part."""
+        layer: Any = self
         native: Any = super()
+        if not layer.punica_wrapper.batch.active:
+            base: Tensor = layer.base_layer.forward(ids)
+            return base
         found: Tensor = native.forward(ids)
         return found
 

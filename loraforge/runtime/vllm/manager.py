@@ -12,9 +12,10 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 import loraforge
 from loraforge.errors import LoraForgeError
 from loraforge.runtime.batch import Applied
-from loraforge.runtime.packed import Layout, Packed
+from loraforge.runtime.packed import Layout
 from loraforge.runtime.pool import Counters, RaggedPool
 from loraforge.runtime.ranks import Projection
+from loraforge.runtime.shadow import ShadowPool, native_bytes
 from loraforge.runtime.vllm import opaque
 from loraforge.runtime.vllm.counted import CountedModelManager, device_bytes
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear
@@ -62,8 +63,14 @@ class LoRAForgeModelManager(CountedModelManager):
         for layer in self.modules.values():
             if isinstance(layer, PooledLinear | OccupiedEmbedding):
                 layer.handle = opaque.handle(layer)
+        alike: dict[Any, Applied] = {}  # layers of one name and shape run the same kernels
         for name, layer in self._layers.items():
-            layer.serve(Applied(self.pool, punica.batch, projections[name], punica.kernels))
+            its = projections[name]
+            applied = Applied(self.pool, punica.batch, its, punica.kernels)
+            alike.setdefault((name.rpartition(".")[2], its.d_in, its.channels), applied)
+            layer.serve(applied)
+        for applied in alike.values():
+            applied.warm()
         punica.native = any(
             name not in self._layers and not isinstance(layer, Occupied)
             for name, layer in self.modules.items()
@@ -75,12 +82,17 @@ class LoRAForgeModelManager(CountedModelManager):
         )
 
     def _make_pool(self, projections: dict[str, Projection]) -> RaggedPool:
-        dtype = self.lora_config.lora_dtype
-        most = Layout(projections.values(), dtype).bytes(
-            {name: [self.lora_config.max_lora_rank] * len(its.channels) for name, its in projections.items()}
+        """With room for adapters of the largest rank in every slot, or of as many bytes as the options give; the
+        engine's buffers are part of a shadow pool's."""
+        slots, rank, dtype = self.lora_slots, self.lora_config.max_lora_rank, self.lora_config.lora_dtype
+        a, b = Layout(projections.values(), dtype).sizes(
+            {name: [rank] * len(its.channels) for name, its in projections.items()}
         )
-        capacity = self._options.pool_bytes or self.lora_slots * most
-        return RaggedPool(projections.values(), self.lora_slots, capacity, dtype, self.device)
+        given = self._options.pool_bytes
+        if self._options.pool == "shadow":
+            capacity = given or native_bytes(projections.values(), slots, rank, dtype) + slots * b
+            return ShadowPool(projections.values(), slots, rank, capacity, dtype, self.device)
+        return RaggedPool(projections.values(), slots, given or slots * (a + b), dtype, self.device)
 
     def _create_merged_loras_inplace(self, lora: Any) -> None:
         super()._create_merged_loras_inplace(lora)
@@ -97,14 +109,13 @@ class LoRAForgeModelManager(CountedModelManager):
             weights.lora_b = _nothing(weights.lora_b, 1)
 
     def _check_room(self, lora: Any) -> None:
-        packed: Packed = lora.packed
         # of those too that left the engine's cache: a request brings them back in the middle of a step
-        footprints = {**self._footprints, lora.id: packed.bytes}
+        footprints = {**self._footprints, lora.id: self.pool.size(lora.packed)}
         most = sum(heapq.nlargest(self.lora_slots, footprints.values()))
-        if most > self.pool.capacity_bytes:
+        if most > self.pool.room_bytes:
             raise LoraForgeError(
-                f"adapter {lora.id} needs {packed.bytes} bytes of the pool; with the largest others in "
-                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.capacity_bytes}",
+                f"adapter {lora.id} needs {footprints[lora.id]} bytes of the pool; with the largest others in "
+                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.room_bytes}",
                 key=POOL_BYTES,
                 remedy="give the pool more bytes or the engine fewer slots (--max-loras)",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import CompilationMode
@@ -30,6 +31,18 @@ def adopt() -> None:
     name = f"loraforge.runtime.vllm.{wrapper}.PunicaWrapperLoRAForge"
     platform.get_punica_wrapper = classmethod(lambda _: name)
     platform.check_and_update_config = classmethod(_versioned(compilation(platform.check_and_update_config)))
+
+
+def then(act: Callable[[Any], None]) -> None:
+    """Have ``act`` called with a configuration when the engine's platform has checked it."""
+    platform: Any = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_update_config(_: type, vllm_config: Any) -> None:
+        check(vllm_config)
+        act(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _as_asked(check: Any) -> Any:
