@@ -124,6 +124,9 @@ def sweep(
         typer.Option("--budget-seconds", min=1, help="begin nothing that would end later; default: no bound"),
     ] = None,
     root: Annotated[Path, typer.Option(help="where the paths of the experiment start")] = Path("."),
+    python: Annotated[
+        Path | None, typer.Option(help="interpreter that has the engine; default: as declared, or this one")
+    ] = None,
 ) -> None:
     """Run a serving experiment.
 
@@ -136,7 +139,9 @@ def sweep(
     from loraforge.serving.sweep import run_sweep
 
     chosen = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
-    outcome = run_sweep(load_experiment(config), root, out, arms=chosen, budget_s=budget_seconds)
+    outcome = run_sweep(
+        load_experiment(config), root, out, arms=chosen, budget_s=budget_seconds, python=python
+    )
     if outcome.interrupted is not None:
         say(f"{outcome.interrupted}; run the same command again to resume")
         raise typer.Exit(_CODES[outcome.interrupted])

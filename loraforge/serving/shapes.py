@@ -209,7 +209,8 @@ def write_served_fleet(
     """Write ``folder/base`` and a folder each of ``weights``; seconds by folder, of those that were not there.
 
     Original adapters are PEFT folders of their nominal rank; the others compressed fleets of both policies under one
-    budget, padded to one rank an adapter, from the same originals. ``pool``: measured spectra to draw from.
+    budget, padded to one rank an adapter, from the same originals, in folders named as ``spectral_1-12``. ``pool``:
+    measured spectra to draw from.
     """
     seconds: dict[str, float] = {}
 
@@ -225,17 +226,18 @@ def write_served_fleet(
             write_fleet(shapes, place, device, seed, pool, writers=io_threads())
         seconds["original"] = timer.s
     for kind in weights:
-        if kind != "original" and make(kind):
+        name = f"{kind}_{budget.replace('/', '-')}"
+        if kind != "original" and make(name):
             with Timer() as timer:
                 compress(
                     [folder / "original"],
                     parse_budget(budget),
-                    folder / kind,
+                    folder / name,
                     cache=None,
                     policy=kind,
                     layouts=("padded",),
                 )
-            seconds[kind] = timer.s
+            seconds[name] = timer.s
     for name, taken in seconds.items():
         say(f"{folder / name}: {taken:.1f} s")
     return seconds

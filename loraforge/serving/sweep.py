@@ -68,16 +68,20 @@ def run_sweep(
     *,
     arms: Sequence[str] | None = None,
     budget_s: float | None = None,
+    python: Path | None = None,
 ) -> Outcome:
     """Measure the points of an experiment that ``out`` does not have yet.
 
     root: where the paths of the experiment start. arms: those to run, in the declared order; None for all. budget_s:
-    seconds after which nothing new is begun that would, by what was measured, end later. An arm whose engines do not
-    start or die is recorded so, and the next one goes on.
+    seconds after which nothing new is begun that would, by what was measured, end later. python: interpreter that has
+    the engine, in place of the declared one. An arm whose engines do not start or die is recorded so, and the next one
+    goes on.
 
     Raises UsageError for an arm that is not declared, a port in use and an interpreter without the engine, InputError
     for fleets that cannot be opened and for a folder of another setting.
     """
+    if python is not None:
+        experiment = experiment.model_copy(update={"python": python})
     deadline = None if budget_s is None else time.monotonic() + budget_s
     if unknown := [name for name in arms or () if name not in experiment.arms]:
         raise UsageError(
@@ -316,7 +320,7 @@ class _Runner:
         return SettingRecord(
             experiment=experiment.experiment,
             protocol=experiment.protocol,
-            config=experiment.model_dump(mode="json"),
+            config=experiment.model_dump(mode="json", exclude={"python"}),  # whose version is stated
             engine=version,
             host=describe(),
             arms=experiment.arms,

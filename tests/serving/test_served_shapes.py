@@ -82,18 +82,21 @@ def test_transformers_loads_every_tensor_and_each_token_has_text(tmp_path: Path,
 def test_a_fleet_in_every_set_of_weights(tmp_path: Path) -> None:
     config, shapes = SMALL | KINDS["llama"], small_fleet()
     seconds = write_served_fleet(shapes, config, tmp_path, torch.device("cpu"), 1, budget="1/4")
-    assert list(seconds) == ["base", "original", "uniform", "spectral"]
+    assert list(seconds) == ["base", "original", "uniform_1-4", "spectral_1-4"]
     names = {name for name, _ in shapes.names}
     original = open_fleet([tmp_path / "original"])
     assert {adapter.name for adapter in original} == names
     assert sum(adapter.n_parameters for adapter in original) == shapes.n_parameters
     for kind in ("uniform", "spectral"):
-        manifest = load_manifest(tmp_path / kind)
+        folder = tmp_path / f"{kind}_1-4"
+        manifest = load_manifest(folder)
         assert manifest.fleet.policy == kind
         assert manifest.fleet.spent <= shapes.n_parameters / 4
-        assert {path.name for path in (tmp_path / kind / "padded").iterdir()} == names
+        assert {path.name for path in (folder / "padded").iterdir()} == names
         for adapter in original:
             assert manifest.adapters[adapter.name].weights_sha256 == adapter.weights_sha256
     stamps = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
-    assert write_served_fleet(shapes, config, tmp_path, torch.device("cpu"), 1) == {}  # what is there stays
+    assert (
+        write_served_fleet(shapes, config, tmp_path, torch.device("cpu"), 1, budget="1/4") == {}
+    )  # what is there stays
     assert {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")} == stamps

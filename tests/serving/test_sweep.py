@@ -367,3 +367,15 @@ def test_the_declared_experiment_is_strict(declare: Declare) -> None:
         path.write_text(yaml.safe_dump(declared | change))
         with pytest.raises(InputError, match=message):
             load_experiment(path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "config" / "serving").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_committed_experiments(path: Path) -> None:
+    experiment = load_experiment(path)
+    assert path.stem == experiment.experiment + ("_paper" if experiment.protocol == "paper" else "")
+    for fleet in experiment.fleets.values():
+        assert fleet.vocabulary is None or fleet.vocabulary.tokens.at(1 - 1e-12) + fleet.output_tokens.at(
+            1 - 1e-12
+        ) <= min(fleet.context, fleet.kv_tokens or fleet.context)

@@ -53,7 +53,7 @@ def test_two_arms_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             "fleets": {
                 "small": {
                     "base": "small/base",
-                    "adapters": {"original": "small/original", "spectral": "small/spectral"},
+                    "adapters": {"original": "small/original", "spectral": "small/spectral_1-2"},
                     "port": free_port(),
                     "context": 64,
                     "running": 8,
