@@ -121,20 +121,16 @@ def declared(study):
 
 
 def served_files(study):
-    """Files that stand for the base models and adapters that an experiment names, where rules here make them."""
-    found = []
+    """Files that stand for the base models and the compressed fleets that an experiment names and rules here make."""
+    if study in GPU_SERVING:
+        return [f"{SHAPES}/ready"]
+    bases, folders = [], []
     for fleet in declared(study).fleets.values():
-        folders = [str(folder) for folder in fleet.adapters.values()]
-        if fleet.base.is_relative_to(SHAPES):
-            found.append(f"{SHAPES}/ready")
-        elif str(fleet.base) == BASE:
-            found.append(f"{BASE}/model.safetensors")
-        found += [
-            f"{folder}/manifest.json"
-            for folder in folders
-            if folder.startswith("results/")
-        ]
-    return list(dict.fromkeys(found))
+        bases += [f"{BASE}/model.safetensors"] * (str(fleet.base) == BASE)
+        folders += map(str, fleet.adapters.values())
+    return bases + [
+        f"{folder}/manifest.json" for folder in folders if folder.startswith("results/")
+    ]
 
 
 def unfinished(study, source):

@@ -71,13 +71,14 @@ rule sweep_gpu:
         gpu=1,
     params:
         python=CONFIG.gpu_serving.python,
+        root=SHAPES,
         unfinished=lambda wildcards: unfinished(wildcards.study, SWEEP_SOURCE),
         machine=lambda wildcards, output: Path(output.machine[0]).parent,
         source=SWEEP_SOURCE,
     message:
         "Serve: {wildcards.study}"
     shell:
-        "({params.python} -m loraforge bench sweep {input.sweep} -o {params.unfinished}"
+        "({params.python} -m loraforge bench sweep {input.sweep} --root {params.root} -o {params.unfinished}"
         " && {params.python} -m loraforge evidence machine --out {params.machine}"
         " && mv {params.unfinished}/records.jsonl {output.records}) 2>&1 | tee {log}"
 
