@@ -116,11 +116,16 @@ def _subject(engine: str, said: Terms) -> str:
 
 
 def _sample(records: Sequence[Item]) -> str:
+    """``1,700 requests and 3 seeds a point``; ranges where rates differ in them."""
     loads = setting(records).workloads
-    sizes = sorted({load.requests for load in loads})
-    seeds = len({load.seed for load in loads})
-    most = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    return f"{most} requests a point, {style.plural(seeds, 'seed')}"
+    sizes = [load.requests for load in loads]
+    seeds = [sum(other.rate == load.rate for other in loads) for load in loads]
+    return f"{_range(sizes)} requests and {_range(seeds)} {'seed' if max(seeds) == 1 else 'seeds'} a point"
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
 def _notes(records: Sequence[Item], said: Terms) -> list[str]:
@@ -310,12 +315,17 @@ def _by_execution(arm: str, other: str) -> bool:
     return (one.weights, one.full) == (two.weights, two.full) and one.execution != two.execution
 
 
+def _limited(*arms: str) -> tuple[str, ...]:
+    """Arms by their names without room for all."""
+    return tuple(arm.removesuffix(FULL) for arm in arms)
+
+
 def _gains(rows: Table) -> list[str]:
     """Throughput of the compressed arm over what it is held against, and of room for all over room for some."""
     said: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         arm, other = str(row["arm"]), str(row["name"])
-        if row["panel"] == "gain" and (arm.removesuffix(FULL) == other or (arm, other) in HEADLINES):
+        if row["panel"] == "gain" and (arm.removesuffix(FULL) == other or _limited(arm, other) in HEADLINES):
             at = f"{times(number(row, 'value'))} at {number(row, 'rate'):g}"
             said.setdefault((arm, other), []).append(at)
     if not said:
