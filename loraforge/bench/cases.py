@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -160,19 +160,20 @@ def expand_ablation() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A case that the tuner measures, and what its entry of the table stands for: batches of up to so many ``tokens``
-    and ``adapters``, None for any, of adapters that have up to ``rank`` directions in the mean."""
+    """A case that the tuner measures, and what its entry of the table stands for: see
+    :class:`~loraforge.dispatch.table.Entry`."""
 
     case: Case
     tokens: int
     adapters: int | None
     rank: int
+    even: bool = False
 
 
 def tuning() -> Iterator[Tuned]:
     """What the tuner sees: token counts that :func:`sweep` does not have, so that no operand is shared.
 
-    Few adapters have one rank; many have ranks that differ as those of a fleet do.
+    Few adapters have one rank; many have one rank, or ranks that differ as those of a fleet do.
     """
     for projection, rank, (phase, bounds) in product(PROJECTIONS, TUNED_RANKS, _TUNED):
         for tokens, bound in bounds.items():
@@ -181,14 +182,11 @@ def tuning() -> Iterator[Tuned]:
                 yield Tuned(case, bound, None, rank)
                 continue
             yield Tuned(case, bound, FEW, rank)
-            most = max(spread_ranks(rank, MANY[tokens]))
-            room = 1 << (most - 1).bit_length()
-            yield Tuned(
-                Case(projection, phase, tokens, MANY[tokens], most, room, f"{SPREAD}{rank}"),
-                bound,
-                None,
-                rank,
-            )
+            many = replace(case, adapters=MANY[tokens])
+            yield Tuned(many, bound, None, rank, even=True)
+            most = max(spread_ranks(rank, many.adapters))
+            mixed = replace(many, rank=most, capacity=1 << (most - 1).bit_length(), mix=f"{SPREAD}{rank}")
+            yield Tuned(mixed, bound, None, rank)
 
 
 def spread_ranks(mean: int, adapters: int) -> list[int]:

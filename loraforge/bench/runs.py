@@ -96,8 +96,10 @@ def automatic(table: Table, ranks: Ranks) -> Callable[[Op, Case], Choice]:
 
     def chosen(op: Op, case: Case) -> Choice:
         select = choose if op == "lora" else choose_pair
-        shape, mean = case.projection, math.ceil(statistics.fmean(map(max, ranks(case))))
-        return select(table, case.phase, shape.d_in, shape.channels, case.tokens, mean, case.adapters)
+        shape, greatest = case.projection, [max(mine) for mine in ranks(case)]
+        mean = math.ceil(statistics.fmean(greatest))
+        batch = (case.tokens, mean, case.adapters, max(greatest))
+        return select(table, case.phase, shape.d_in, shape.channels, *batch)
 
     return chosen
 

@@ -125,7 +125,7 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
         Candidates(
             16,
             _planes(_shrinks((16, 32, 256, 3, 1)), 2, 4, 8),
-            _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2)),
+            _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2), (16, 128, 4, 80, 4)),
             ranks=LOW,
         ),
         Candidates(
@@ -281,6 +281,7 @@ def _tune_case(tuned: Tuned, measure: Measure, candidates: Sequence[Candidates])
         channels=case.projection.channels,
         tokens=tuned.tokens,
         adapters=tuned.adapters,
+        even=tuned.even,
         rank=tuned.rank,
         choice=(NATIVE if take_native or best is None else final[best]).to_json(),
         pair=(NATIVE if pair is None else final[pair]).to_json(),

@@ -22,6 +22,7 @@ from loraforge.ops.choice import Choice
 Phase = Literal["decode", "prefill"]
 FOLDER = Path(__file__).resolve().parent / "tables"
 GENERIC = "generic"
+EVEN = 2.0
 SCHEMA: Literal["loraforge.dispatch/1"] = "loraforge.dispatch/1"
 
 
@@ -31,7 +32,7 @@ class _Record(BaseModel):
 
 class Entry(_Record):
     """One cell: ``choice`` serves up to ``tokens`` tokens of up to ``adapters`` adapters (None: of any number), whose
-    live ranks have a mean of up to ``rank``.
+    live ranks have a mean of up to ``rank``; where it is for ``even`` ranks, only those up to EVEN times their mean.
 
     d_in, channels: the projection's input width, and the output channels of each slice.
     pair: the separate shrink and expand that are the fastest each by itself, for callers that need Z between them (a
@@ -44,6 +45,7 @@ class Entry(_Record):
     channels: tuple[int, ...] = Field(min_length=1, max_length=3)
     tokens: int = Field(ge=1)
     adapters: int | None = Field(default=None, ge=1)
+    even: bool = False
     rank: int = Field(ge=1)
     choice: dict[str, Any]
     pair: dict[str, Any]
@@ -83,11 +85,13 @@ class Table(_Record):
     def _serves_both_phases_once(self) -> Table:
         if {entry.phase for entry in self.entries} != {"decode", "prefill"}:
             raise ValueError("needs entries of decode and of prefill")
-        cells = [(*entry.shape, entry.tokens, entry.rank, entry.adapters) for entry in self.entries]
+        cells = [
+            ((*entry.shape, entry.tokens, entry.rank), entry.adapters, entry.even) for entry in self.entries
+        ]
         if len(set(cells)) != len(cells):
             raise ValueError("states a cell twice")
-        if {cell[:-1] for cell in cells} != {cell[:-1] for cell in cells if cell[-1] is None}:
-            raise ValueError("needs, beside an entry for a number of adapters, one for any")
+        if {place for place, *_ in cells} != {place for place, *only in cells if only == [None, False]}:
+            raise ValueError("needs, beside an entry for a number of adapters or for even ranks, one for any")
         return self
 
     def __hash__(self) -> int:
@@ -156,16 +160,17 @@ def choose(
     tokens: int,
     rank: int,
     adapters: int | None = None,
+    most: int | None = None,
 ) -> Choice:
     """The choice for up to ``tokens`` tokens on a projection whose slots have ``rank`` live directions in the mean.
 
-    adapters: how many the batch has at most, None where that is not known.
+    adapters: how many the batch has at most. most: the greatest of its ranks. None where that is not known.
 
     A projection that the table does not know takes the entries of the nearest one that it does: the same number of
     slices where there is one, then the least difference of the logarithms of input and output width. Buckets are
     upper bounds; beyond the last, the last serves. Cheap and cached: called when a shape is first met.
     """
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters).choice)
+    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).choice)
 
 
 @lru_cache(maxsize=4096)
@@ -177,9 +182,10 @@ def choose_pair(
     tokens: int,
     rank: int,
     adapters: int | None = None,
+    most: int | None = None,
 ) -> Choice:
     """As :func:`choose`, the best separate shrink and expand, or native."""
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters).pair)
+    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).pair)
 
 
 def _find(
@@ -190,6 +196,7 @@ def _find(
     tokens: int,
     rank: int,
     adapters: int | None,
+    most: int | None,
 ) -> Entry:
     shapes = _shapes(table)
     known = [shape for shape in shapes if shape[0] == phase]
@@ -198,13 +205,18 @@ def _find(
     bounds = sorted({entry.tokens for entry in entries})
     within = next((bound for bound in bounds if bound >= tokens), bounds[-1])
     many = math.inf if adapters is None else adapters
-    row = [entry for entry in entries if entry.tokens == within and _most(entry) >= many]
-    row.sort(key=lambda entry: (entry.rank, _most(entry)))
+    even = most is not None and most <= EVEN * rank
+    row = [
+        entry
+        for entry in entries
+        if entry.tokens == within and _adapters(entry) >= many and entry.even <= even
+    ]
+    row.sort(key=lambda entry: (entry.rank, _adapters(entry), not entry.even))
     bucket = next((entry.rank for entry in row if entry.rank >= rank), row[-1].rank)
     return next(entry for entry in row if entry.rank == bucket)
 
 
-def _most(entry: Entry) -> float:
+def _adapters(entry: Entry) -> float:
     """Adapters that an entry stands for."""
     return math.inf if entry.adapters is None else entry.adapters
 

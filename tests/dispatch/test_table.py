@@ -82,6 +82,20 @@ def test_adapters_are_told_apart_where_their_number_is_known() -> None:
         Table.freeze("toy", "", [entry(*cells[1]), entry("prefill", *shape, 8, 8, TENSOR)])
 
 
+def test_ranks_up_to_twice_their_mean_are_even() -> None:
+    shape = (2560, (4096, 1024, 1024))
+    cell = entry("decode", *shape, 256, 16, FUSED)
+    even = cell.model_copy(update={"even": True, "choice": DIRECT.to_json()})
+    few = cell.model_copy(update={"adapters": 8, "choice": TENSOR.to_json()})
+    found = Table.freeze("toy", "", [cell, even, few, entry("prefill", *shape, 8, 8, TENSOR)])
+    assert choose(found, "decode", *shape, 128, 10, 50, 20) == DIRECT
+    assert choose(found, "decode", *shape, 128, 10, 50, 21) == FUSED
+    assert choose(found, "decode", *shape, 128, 10) == FUSED, "what is not known is not even"
+    assert choose(found, "decode", *shape, 128, 10, 8, 10) == TENSOR
+    with pytest.raises(ValueError, match="one for any"):
+        Table.freeze("toy", "", [even, entry("prefill", *shape, 8, 8, TENSOR)])
+
+
 def test_an_unknown_projection_takes_the_nearest_of_as_many_slices() -> None:
     assert choose(table(), "decode", 14336, (4096,), 32, 8) == NATIVE
     assert choose(table(), "decode", 4096, (4096,), 32, 8) == DIRECT
