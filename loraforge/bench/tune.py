@@ -125,7 +125,7 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
         Candidates(
             16,
             _planes(_shrinks((16, 32, 256, 3, 1)), 2, 4, 8),
-            _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2), (16, 128, 4, 80, 4)),
+            _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2)),
             ranks=LOW,
         ),
         Candidates(
