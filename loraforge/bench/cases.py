@@ -6,8 +6,9 @@ are left out, since a rank is either masked within a power-of-two bucket (12 and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -19,13 +20,15 @@ PAPER_RANKS = (1, 2, 4, 8, 12, 16)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (128, 512, 2048, 8192)
 TUNED_RANKS = (4, 8, 16, 32, 64, 128)
-# token counts that the tuner measures, and the greatest that each stands for
-TUNED_DECODE = {2: 4, 6: 12, 24: 48, 96: 144, 192: 512}
-TUNED_PREFILL = {160: 256, 384: 1024, 1536: 4096, 6144: 16384}
+# token counts that the tuner measures, and the greatest that each stands for: close below the sizes that engines
+# capture and chunk at, since a kernel's last wave of blocks depends on them
+TUNED_DECODE = {2: 4, 6: 12, 28: 48, 120: 144, 240: 512}
+TUNED_PREFILL = {120: 256, 480: 1024, 1920: 4096, 7680: 16384}
 MAX_RANK = 128
 ADAPTERS = 8
-# between the few adapters of the paper's grid and the many of a large fleet, which share a table's entry
-TUNED_ADAPTERS = {96: 24, 192: 16}
+FEW = 16  # adapters of a batch up to which those tokens that are many are tuned apart
+MANY = {120: 40, 240: 60}  # tokens -> adapters of a batch of a large fleet
+SPREAD = "spread"  # before the mean of ranks as :func:`spread_ranks` draws them
 SPECTRAL12 = "spectral12"  # the ranks of one layer of the shape fleet qwen50, allocated spectrally at 1/12
 
 
@@ -155,12 +158,42 @@ def expand_ablation() -> Iterator[Case]:
             yield Case(projection, phase, tokens, adapters, rank, rank)
 
 
-def tuning() -> Iterator[Case]:
-    """What the tuner sees: token counts between those of :func:`sweep`, so that no operand is shared."""
-    for projection, rank, (phase, counts) in product(PROJECTIONS, TUNED_RANKS, _TUNED):
-        for tokens in counts:
-            adapters = TUNED_ADAPTERS.get(tokens, ADAPTERS)
-            yield Case(projection, phase, tokens, min(adapters, tokens), rank, rank)
+@dataclass(frozen=True)
+class Tuned:
+    """A case that the tuner measures, and what its entry of the table stands for: see
+    :class:`~loraforge.dispatch.table.Entry`."""
+
+    case: Case
+    tokens: int
+    adapters: int | None
+    rank: int
+    even: bool = False
+
+
+def tuning() -> Iterator[Tuned]:
+    """What the tuner sees: token counts that :func:`sweep` does not have, so that no operand is shared.
+
+    Few adapters have one rank; many have one rank, or ranks that differ as those of a fleet do.
+    """
+    for projection, rank, (phase, bounds) in product(PROJECTIONS, TUNED_RANKS, _TUNED):
+        for tokens, bound in bounds.items():
+            case = Case(projection, phase, tokens, min(ADAPTERS, tokens), rank, rank)
+            if phase == "prefill" or tokens not in MANY:
+                yield Tuned(case, bound, None, rank)
+                continue
+            yield Tuned(case, bound, FEW, rank)
+            many = replace(case, adapters=MANY[tokens])
+            yield Tuned(many, bound, None, rank, even=True)
+            most = max(spread_ranks(rank, many.adapters))
+            mixed = replace(many, rank=most, capacity=1 << (most - 1).bit_length(), mix=f"{SPREAD}{rank}")
+            yield Tuned(mixed, bound, None, rank)
+
+
+def spread_ranks(mean: int, adapters: int) -> list[int]:
+    """Ranks of so many adapters: quantiles of the exponential distribution, which spectral allocation at a small
+    budget comes close to, from 1 to MAX_RANK."""
+    quantiles = ((index + 0.5) / adapters for index in range(adapters))
+    return [min(MAX_RANK, max(1, round(-mean * math.log1p(-q)))) for q in quantiles]
 
 
 def native_tuning() -> Iterator[Case]:
@@ -172,9 +205,6 @@ def native_tuning() -> Iterator[Case]:
 
 _PHASES: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS))
 _ABLATED: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (32, 128)), ("prefill", (512, 2048)))
-_TUNED: tuple[tuple[Phase, tuple[int, ...]], ...] = (
-    ("decode", tuple(TUNED_DECODE)),
-    ("prefill", tuple(TUNED_PREFILL)),
-)
+_TUNED: tuple[tuple[Phase, dict[int, int]], ...] = (("decode", TUNED_DECODE), ("prefill", TUNED_PREFILL))
 _NATIVE: tuple[tuple[Phase, tuple[int, ...]], ...] = (("decode", (24, 96)), ("prefill", (384, 1536)))
 _LAYERS: tuple[tuple[Phase, int, int], ...] = (("decode", 128, 50), ("prefill", 2048, 8))

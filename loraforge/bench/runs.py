@@ -19,7 +19,7 @@ from loraforge.bench import cases as grids
 from loraforge.bench.arms import Arm, Ours
 from loraforge.bench.cases import SPECTRAL12, Case, Op, Work
 from loraforge.bench.journal import BudgetEnded, Memo
-from loraforge.bench.kernels import Journal, Workbench, describe, floor_us, run_works, uniform_ranks
+from loraforge.bench.kernels import Journal, Ranks, Workbench, describe, floor_us, run_works, uniform_ranks
 from loraforge.bench.mix import layer_ranks
 from loraforge.bench.native import sglang_csgmv, sglang_triton_v2, vllm_ops
 from loraforge.bench.native.sglang_csgmv import Csgmv
@@ -47,7 +47,7 @@ RUNTIME_OPTIONS = ("blocks", "columns")  # of our Triton kernels: nothing is com
 
 TUNED = "_tuned"
 SHIPPED_RANKS = (8, 64)  # of the sweep, where kernels run by their shipped tiles beside the tuned ones
-COMPILED_TOKENS = (96, 1536)  # of tuned cases: with these, every kernel that Triton compiles is met
+COMPILED_TOKENS = (120, 1920)  # of tuned cases: with these, every kernel that Triton compiles is met
 
 DECODE = Choice(Kernel("direct"), Kernel("row_expand"))
 PREFILL = Choice(Kernel("triton"), Kernel("triton"), tile=64)
@@ -71,8 +71,8 @@ class Setup:
             found.append(VllmOps(self.engines, f"vllm{TUNED}", lookup(tuned, "vllm")))
         return found
 
-    def arms(self) -> list[Arm]:
-        """All of them: native ones, ours by force, and the automatic choice."""
+    def arms(self, ranks: Ranks) -> list[Arm]:
+        """All of them: native ones, ours by force, and the automatic choice, which is told the ranks of a case."""
         natives = self.natives()
         found: list[Arm] = [
             *natives,
@@ -84,20 +84,22 @@ class Setup:
             found.append(
                 Ours(
                     "auto",
-                    automatic(self.table),
+                    automatic(self.table, ranks),
                     next(n for n in reversed(natives) if n.name.startswith("csgmv")),
                 )
             )
         return found
 
 
-def automatic(table: Table) -> Callable[[Op, Case], Choice]:
+def automatic(table: Table, ranks: Ranks) -> Callable[[Op, Case], Choice]:
     """The table's choice for a case; its pair where one product is asked for alone."""
 
     def chosen(op: Op, case: Case) -> Choice:
         select = choose if op == "lora" else choose_pair
-        shape = case.projection
-        return select(table, case.phase, shape.d_in, shape.channels, case.tokens, case.rank)
+        shape, greatest = case.projection, [max(mine) for mine in ranks(case)]
+        mean = math.ceil(statistics.fmean(greatest))
+        batch = (case.tokens, mean, case.adapters, max(greatest))
+        return select(table, case.phase, shape.d_in, shape.channels, *batch)
 
     return chosen
 
@@ -176,7 +178,7 @@ def run_kernels(
         ops: tuple[Op, ...] = ("shrink", "expand", "lora")
         choices: list[tuple[Op, Case, Choice]] = [("lora", case, PREFILL) for case in wanted]
         if setup.table is not None:
-            chosen = automatic(setup.table)
+            chosen = automatic(setup.table, ranks)
             choices += [(op, case, chosen(op, case)) for case in wanted for op in ops]
         compile_ahead(setup, wanted, workers, choices=choices)
     bench = Workbench(device, SEED, ranks=ranks, flushed=flushed)
@@ -185,7 +187,7 @@ def run_kernels(
         setting = _setting(setup, device, floors)
         if not journal.has(setting):
             journal.add(setting)
-    arms = setup.arms()
+    arms = setup.arms(ranks)
     whole = True
     if "layer" in groups:
         for layer in layers:
@@ -284,8 +286,8 @@ def run_tuning(
     memo = Memo(table.with_suffix(".jsonl"), budget_s)
     names = [sglang_csgmv.DISTRIBUTION, sglang_triton_v2.DISTRIBUTION, vllm_ops.DISTRIBUTION]
     setting = repr((torch.cuda.get_device_name(device), TUNING_SEED, names))
-    bench = Workbench(device, TUNING_SEED, blocks=3)
-    quick = Workbench(device, TUNING_SEED, blocks=2, flushed=False, launches=QUICK_LAUNCHES)
+    bench = Workbench(device, TUNING_SEED, ranks=_spread, blocks=3)
+    quick = Workbench(device, TUNING_SEED, ranks=_spread, blocks=2, flushed=False, launches=QUICK_LAUNCHES)
     try:
         found = _tune_engines(setup, quick, memo, setting, workers, say)
         write_tiles(tiles, found)
@@ -293,11 +295,11 @@ def run_tuning(
         native = next(each for each in tuned.natives() if each.name == f"csgmv{TUNED}")
         setting = repr((setting, found))
         cases = list(grids.tuning())
-        todo = [case for case in cases if not is_tuned(case, memo, setting=setting)]
+        todo = [each for each in cases if not is_tuned(each, memo, setting=setting)]
         if workers and todo:
-            shapes = [case for case in todo if case.tokens in COMPILED_TOKENS]
-            jobs = [(op, case, choice) for case in shapes for op, choice in kernels_of(case.phase, case.rank)]
-            compile_ahead(tuned, todo, workers, choices=jobs, only=[native.name])
+            shapes = [each for each in todo if each.case.tokens in COMPILED_TOKENS]
+            jobs = [(op, each.case, choice) for each in shapes for op, choice in kernels_of(each)]
+            compile_ahead(tuned, [each.case for each in todo], workers, choices=jobs, only=[native.name])
             say("compiled what is to be tuned")
 
         def compare(op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
@@ -312,10 +314,10 @@ def run_tuning(
 
         entries = []
         pace = Pace(len(todo))
-        for case, entry in zip(cases, tune(cases, compare, memo=memo, setting=setting), strict=True):
+        for each, entry in zip(cases, tune(cases, compare, memo=memo, setting=setting), strict=True):
             entries.append(entry)
-            if case in todo:
-                say(f"{pace.step()} {case.key} {entry.choice} {entry.speedup}")
+            if each in todo:
+                say(f"{pace.step()} {each.case.key} {entry.choice} {entry.speedup}")
     except BudgetEnded:
         return None
     frozen = Table.freeze(
@@ -325,6 +327,14 @@ def run_tuning(
     )
     frozen.write(table)
     return frozen
+
+
+def _spread(case: Case) -> list[list[int]]:
+    """Ranks of a tuned case: those of :func:`~loraforge.bench.cases.spread_ranks` where it has a mix."""
+    if case.mix is None:
+        return uniform_ranks(case)
+    drawn = grids.spread_ranks(int(case.mix.removeprefix(grids.SPREAD)), case.adapters)
+    return [[rank] * len(case.projection.channels) for rank in drawn]
 
 
 def _tune_engines(
@@ -416,7 +426,7 @@ def _distinct(choices: Sequence[tuple[Op, Case, Choice]]) -> list[tuple[Op, Case
         products: tuple[Op, ...] = ("shrink", "expand") if op == "lora" else (op,)
         for product in products:
             kernel = choice.shrink if product == "shrink" else choice.expand
-            if case.mix is not None or kernel is None or kernel.backend != "triton":
+            if kernel is None or kernel.backend != "triton":
                 continue
             options = {name: value for name, value in kernel.options.items() if name not in RUNTIME_OPTIONS}
             more = len(case.projection.channels) if product == "shrink" else choice.planes
@@ -440,9 +450,7 @@ def _compile(
             arms += [Csgmv(setup.engines, "", _for(op, phase, option)) for option in tried]
         for (op, phase), tried in vllm_ops.TILES.items():
             arms += [VllmOps(setup.engines, "", _for(op, phase, option)) for option in tried]
-    jobs: list[tuple[Op, Case, Arm]] = [
-        ("lora", case, each) for case in cases if case.mix is None for each in arms
-    ]
+    jobs: list[tuple[Op, Case, Arm]] = [("lora", case, each) for case in cases for each in arms]
     for op, case, choice in choices:
         jobs.append((op, case, Ours("", lambda op, case, choice=choice: choice)))  # type: ignore[misc]
     for op, case, each in jobs:

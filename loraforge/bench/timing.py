@@ -58,6 +58,11 @@ class GraphTimer:
         properties = torch.cuda.get_device_properties(device)
         self._flush = torch.empty(2 * properties.L2_cache_size + (1 << 20), dtype=torch.int8, device=device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # one for all graphs, which never run at once: each of its own would reserve addresses for good. It lasts as
+        # long as some graph has it, so one is kept that does nothing of use
+        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):
+            self._keeper = self._graph(lambda: self._flush[:1].zero_(), 1)
 
     def capture(self, subject: Subject, before: Callable[[], object] = lambda: None) -> Captured:
         """Run once, which compiles and allocates what is kept, and capture. ``before`` comes right before the last
@@ -107,7 +112,7 @@ class GraphTimer:
     def _graph(self, run: Callable[[], object], launches: int) -> torch.cuda.CUDAGraph:
         """Not by ``torch.cuda.graph``, which collects garbage and empties caches at every entry."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+        graph.capture_begin(pool=self._pool)
         try:
             for _ in range(launches):
                 run()

@@ -1,8 +1,8 @@
 """The tuner: which of our kernels, and which tiles of the engines', are the fastest where. Timing is passed in.
 
 Candidates whose outputs fail their check come without a time and are never chosen. A shrink and an expand are tuned
-apart, for each tile of the plan; the best pairs then compete with kernels that do both and with the native path, as
-whole updates, since launches of a pair overlap.
+apart, for each tile of the plan and each number of split-K sums, which a shrink gains by and an expand pays for; the
+best pairs then compete with kernels that do both and with the native path, as whole updates, since launches overlap.
 
 What a case has given is kept in a memo under the case and all that competed, so that a stopped run goes on where it
 was, and one with other candidates measures anew.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraforge.bench.cases import MAX_RANK, TUNED_DECODE, TUNED_PREFILL, Case, Op
+from loraforge.bench.cases import MAX_RANK, Case, Op, Tuned
 from loraforge.bench.journal import Memo
 from loraforge.bench.native.tiles import TunedTiles
 from loraforge.dispatch.table import Entry
@@ -83,7 +83,11 @@ def _wide(*shapes: tuple[int, int, int, int, int, int]) -> tuple[Kernel, ...]:
     return _kernels("triton", *(dict(zip(names, shape, strict=True)) | fixed for shape in shapes))
 
 
-LOW, HIGH = (1, 47), (48, MAX_RANK)  # ranks up to which rows of B fit a thread's registers, and beyond
+LOW, HIGH = (
+    (1, 47),
+    (24, MAX_RANK),
+)  # ranks up to which rows of B fit a thread's registers, and from which it is tight
+SLOWER = 2.0  # a number of sums is left out whose best shrink takes so many times as long as the best of all
 _SEGMENTED = _planes(_variants("direct", 11), 1, 2, 3, 4) + _planes(_variants("direct", 12, 16), 1, 2, 4)
 _DIRECT = Candidates(
     16,
@@ -120,7 +124,7 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
         _DIRECT,
         Candidates(
             16,
-            _planes(_shrinks((16, 32, 256, 3, 1)), 4, 8),
+            _planes(_shrinks((16, 32, 256, 3, 1)), 2, 4, 8),
             _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2)),
             ranks=LOW,
         ),
@@ -128,7 +132,7 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
             16,
             _planes(_variants("direct", 12), 1)
             + _planes(_variants("direct", 7, 12, 16), 2, 4, 8)
-            + _planes(_SPREAD, 4, 8)
+            + _planes(_SPREAD, 2, 4, 8)
             + _planes(_shrinks((16, 32, 256, 3, 1)), 8),
             _SHORT + _variants("row_expand", 4, 7),
             _planes(_variants("fused", 405, 612), 1, 2, 4),
@@ -136,13 +140,13 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
         ),
         Candidates(
             64,
-            _planes(_shrinks((64, 32, 64, 4, 1), (64, 16, 128, 4, 1)), 8),
+            _planes(_shrinks((64, 32, 64, 4, 1), (64, 16, 128, 4, 1)), 4, 8),
             _expands((16, 128, 4, 80, 1)) + _TALL,
             ranks=LOW,
         ),
         Candidates(
             64,
-            _planes(_shrinks((64, 16, 128, 4, 1)), 8) + _planes(_wide((64, 64, 64, 4, 4, 3)), 4, 8),
+            _planes(_shrinks((64, 16, 128, 4, 1)), 8) + _planes(_wide((64, 64, 64, 4, 4, 3)), 2, 4, 8),
             _expands((16, 128, 4, 128, 1)) + _TALL,
             ranks=HIGH,
         ),
@@ -170,7 +174,8 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
             + _planes(_shrinks((64, 32, 128, 3, 1), (32, 32, 128, 3, 3)), 1, 2, 4)
             + _planes(
                 _wide((64, 128, 64, 4, 8, 1), (64, 128, 64, 4, 8, 3), (64, 256, 64, 3, 8, 1)), 1, 2, 4, 8
-            ),
+            )
+            + _planes(_wide((64, 32, 64, 3, 4, 12), (64, 32, 128, 3, 4, 12)), 1, 2, 4, 8),
             _LONG,
             ranks=HIGH,
         ),
@@ -184,10 +189,10 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
 }
 
 
-def kernels_of(phase: str, rank: int) -> list[tuple[Op, Choice]]:
-    """Every candidate of a phase at a rank that Triton compiles, with each number of planes it may meet."""
+def kernels_of(tuned: Tuned) -> list[tuple[Op, Choice]]:
+    """Every candidate of a case that Triton compiles, with each number of planes it may meet."""
     found: dict[str, tuple[Op, Choice]] = {}
-    for group in _competing(CANDIDATES[phase], rank):
+    for group in _competing(CANDIDATES, tuned):
         counts = sorted({planes for _, planes in group.shrinks})
         jobs: list[tuple[Op, Choice]] = [
             ("shrink", Choice(kernel, group.expands[0], group.tile, planes))
@@ -206,7 +211,7 @@ def kernels_of(phase: str, rank: int) -> list[tuple[Op, Choice]]:
 
 
 def tune(
-    cases: Iterable[Case],
+    cases: Iterable[Tuned],
     measure: Measure,
     candidates: Mapping[str, Sequence[Candidates]] = CANDIDATES,
     *,
@@ -219,73 +224,91 @@ def tune(
     Raises LoraForgeError where nothing passes its check, the native path included, and BudgetEnded as the memo does.
     """
     memo = memo or Memo()
-    for case in cases:
-        groups = _competing(candidates[case.phase], case.rank)
+    for tuned in cases:
+        groups = _competing(candidates, tuned)
 
-        def measured(case: Case = case, groups: Sequence[Candidates] = groups) -> dict[str, Any]:
-            return _tune_case(case, measure, groups).model_dump(mode="json")
+        def measured(tuned: Tuned = tuned, groups: Sequence[Candidates] = groups) -> dict[str, Any]:
+            return _tune_case(tuned, measure, groups).model_dump(mode="json")
 
-        yield Entry.model_validate(memo.recall(_key("entry", case, groups, setting), measured))
+        yield Entry.model_validate(memo.recall(_key("entry", tuned.case, groups, setting), measured))
 
 
 def is_tuned(
-    case: Case,
+    tuned: Tuned,
     memo: Memo,
     candidates: Mapping[str, Sequence[Candidates]] = CANDIDATES,
     *,
     setting: str = "",
 ) -> bool:
     """Whether :func:`tune` would take the case's entry from the memo."""
-    return _key("entry", case, _competing(candidates[case.phase], case.rank), setting) in memo
+    return _key("entry", tuned.case, _competing(candidates, tuned), setting) in memo
 
 
-def _competing(groups: Sequence[Candidates], rank: int) -> list[Candidates]:
-    return [group for group in groups if group.takes(rank)]
+FEW_TOKENS = 256  # of a prefill, up to which kernels of decode compete too
+
+
+def _competing(candidates: Mapping[str, Sequence[Candidates]], tuned: Tuned) -> list[Candidates]:
+    groups = list(candidates[tuned.case.phase])
+    if tuned.case.phase == "prefill" and tuned.tokens <= FEW_TOKENS:
+        groups += [group for group in candidates["decode"] if group not in groups]
+    return [group for group in groups if group.takes(tuned.rank) or group.takes(tuned.case.rank)]
 
 
 def _key(kind: str, case: Case, competing: object, setting: str) -> str:
     return f"{kind} {case.key} {sha256_text(repr((competing, setting)))[:16]}"
 
 
-def _tune_case(case: Case, measure: Measure, candidates: Sequence[Candidates]) -> Entry:
+def _tune_case(tuned: Tuned, measure: Measure, candidates: Sequence[Candidates]) -> Entry:
+    case = tuned.case
     final: dict[str, Choice] = {}
+    alone: dict[str, float] = {}  # of pairs, the two products one after the other
     for group in candidates:
-        label = f"{group.tile}"
-        shrinks = {
-            f"shrink {index}": Choice(kernel, group.expands[0], group.tile, planes)
-            for index, (kernel, planes) in enumerate(group.shrinks)
-        }
-        first = _fastest(measure("shrink", case, shrinks))
-        if first is not None:
-            chosen = shrinks[first]
-            expands = {
-                f"expand {index}": Choice(chosen.shrink, kernel, group.tile, chosen.planes)
-                for index, kernel in enumerate(group.expands)
-            }
-            second = _fastest(measure("expand", case, expands))
-            if second is not None:
-                final[f"pair {label} {len(final)}"] = expands[second]
+        for choice, time in _pairs(case, measure, group):
+            name = f"pair {len(final)}"
+            final[name], alone[name] = choice, time
         for kernel, planes in group.both:
-            final[f"both {label} {len(final)}"] = Choice(kernel, None, group.tile, planes)
+            final[f"both {len(final)}"] = Choice(kernel, None, group.tile, planes)
     times = dict(measure("lora", case, final))
     native = times.pop(NATIVE_NAME, None)
     best = _fastest(times)
     if best is None and native is None:
         raise LoraForgeError("no kernel passes its check", key=case.key, remedy="run loraforge doctor")
-    pairs = {name: time for name, time in times.items() if final[name].expand is not None}
-    pair = _fastest(pairs)
+    pair = _fastest({name: time for name, time in alone.items() if name in times})
     take_native = best is None or (native is not None and native < KEEP_OURS * times[best])
-    bounds = TUNED_DECODE if case.phase == "decode" else TUNED_PREFILL
     return Entry(
         phase=case.phase,
         d_in=case.projection.d_in,
         channels=case.projection.channels,
-        tokens=bounds.get(case.tokens, case.tokens),
-        rank=case.rank,
+        tokens=tuned.tokens,
+        adapters=tuned.adapters,
+        even=tuned.even,
+        rank=tuned.rank,
         choice=(NATIVE if take_native or best is None else final[best]).to_json(),
         pair=(NATIVE if pair is None else final[pair]).to_json(),
         speedup=1.0 if take_native or best is None or native is None else round(native / times[best], 3),
     )
+
+
+def _pairs(case: Case, measure: Measure, group: Candidates) -> Iterator[tuple[Choice, float]]:
+    """The best pair for each number of split-K sums, with microseconds of both products."""
+    shrinks = {
+        f"shrink {index}": Choice(kernel, group.expands[0], group.tile, planes)
+        for index, (kernel, planes) in enumerate(group.shrinks)
+    }
+    times = measure("shrink", case, shrinks)
+    for planes in sorted({choice.planes for choice in shrinks.values()}):
+        first = _fastest({name: time for name, time in times.items() if shrinks[name].planes == planes})
+        if first is None or times[first] > SLOWER * min(times.values()):
+            continue
+        chosen = shrinks[first]
+        expands = {
+            f"expand {index}": Choice(chosen.shrink, kernel, group.tile, chosen.planes)
+            for index, kernel in enumerate(group.expands)
+        }
+        others = measure("expand", case, expands)
+        second = _fastest(others)
+        if second is not None:
+            yield expands[second], times[first] + others[second]
 
 
 def tune_tiles(

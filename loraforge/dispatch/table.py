@@ -1,4 +1,4 @@
-"""Dispatch tables: device x phase x projection shape x token bucket x rank bucket -> a choice of kernels.
+"""Dispatch tables: device x phase x projection shape x token, adapter and rank bucket -> a choice of kernels.
 
 What the host knows when a graph is captured is looked up here, once a shape; what varies afterwards (the ranks of the
 slots in a batch) the kernels branch on themselves. A table is one JSON file and never changes in use: its ``sha256`` is
@@ -22,6 +22,7 @@ from loraforge.ops.choice import Choice
 Phase = Literal["decode", "prefill"]
 FOLDER = Path(__file__).resolve().parent / "tables"
 GENERIC = "generic"
+EVEN = 2.0
 SCHEMA: Literal["loraforge.dispatch/1"] = "loraforge.dispatch/1"
 
 
@@ -30,11 +31,12 @@ class _Record(BaseModel):
 
 
 class Entry(_Record):
-    """One cell: ``choice`` serves up to ``tokens`` tokens and pools whose greatest rank is up to ``rank``.
+    """One cell: ``choice`` serves up to ``tokens`` tokens of up to ``adapters`` adapters (None: of any number), whose
+    live ranks have a mean of up to ``rank``; where it is for ``even`` ranks, only those up to EVEN times their mean.
 
     d_in, channels: the projection's input width, and the output channels of each slice.
-    pair: the best separate shrink and expand, for callers that need Z between them (a reduction over tensor-parallel
-        ranks); the choice itself where that is one.
+    pair: the separate shrink and expand that are the fastest each by itself, for callers that need Z between them (a
+        reduction over tensor-parallel ranks).
     speedup: of the choice over the best native path where it was tuned, for the reader.
     """
 
@@ -42,6 +44,8 @@ class Entry(_Record):
     d_in: int = Field(ge=1)
     channels: tuple[int, ...] = Field(min_length=1, max_length=3)
     tokens: int = Field(ge=1)
+    adapters: int | None = Field(default=None, ge=1)
+    even: bool = False
     rank: int = Field(ge=1)
     choice: dict[str, Any]
     pair: dict[str, Any]
@@ -81,9 +85,13 @@ class Table(_Record):
     def _serves_both_phases_once(self) -> Table:
         if {entry.phase for entry in self.entries} != {"decode", "prefill"}:
             raise ValueError("needs entries of decode and of prefill")
-        keys = [(*entry.shape, entry.tokens, entry.rank) for entry in self.entries]
-        if len(set(keys)) != len(keys):
+        cells = [
+            ((*entry.shape, entry.tokens, entry.rank), entry.adapters, entry.even) for entry in self.entries
+        ]
+        if len(set(cells)) != len(cells):
             raise ValueError("states a cell twice")
+        if {place for place, *_ in cells} != {place for place, *only in cells if only == [None, False]}:
+            raise ValueError("needs, beside an entry for a number of adapters or for even ranks, one for any")
         return self
 
     def __hash__(self) -> int:
@@ -145,34 +153,72 @@ def _load(path: Path) -> Table:
 
 @lru_cache(maxsize=4096)
 def choose(
-    table: Table, phase: Phase, d_in: int, channels: tuple[int, ...], tokens: int, rank: int
+    table: Table,
+    phase: Phase,
+    d_in: int,
+    channels: tuple[int, ...],
+    tokens: int,
+    rank: int,
+    adapters: int | None = None,
+    most: int | None = None,
 ) -> Choice:
-    """The choice for up to ``tokens`` tokens on a projection whose slots have up to ``rank`` directions.
+    """The choice for up to ``tokens`` tokens on a projection whose slots have ``rank`` live directions in the mean.
+
+    adapters: how many the batch has at most. most: the greatest of its ranks. None where that is not known.
 
     A projection that the table does not know takes the entries of the nearest one that it does: the same number of
     slices where there is one, then the least difference of the logarithms of input and output width. Buckets are
     upper bounds; beyond the last, the last serves. Cheap and cached: called when a shape is first met.
     """
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank).choice)
+    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).choice)
 
 
 @lru_cache(maxsize=4096)
 def choose_pair(
-    table: Table, phase: Phase, d_in: int, channels: tuple[int, ...], tokens: int, rank: int
+    table: Table,
+    phase: Phase,
+    d_in: int,
+    channels: tuple[int, ...],
+    tokens: int,
+    rank: int,
+    adapters: int | None = None,
+    most: int | None = None,
 ) -> Choice:
     """As :func:`choose`, the best separate shrink and expand, or native."""
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank).pair)
+    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).pair)
 
 
-def _find(table: Table, phase: Phase, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> Entry:
+def _find(
+    table: Table,
+    phase: Phase,
+    d_in: int,
+    channels: tuple[int, ...],
+    tokens: int,
+    rank: int,
+    adapters: int | None,
+    most: int | None,
+) -> Entry:
     shapes = _shapes(table)
     known = [shape for shape in shapes if shape[0] == phase]
     nearest = min(known, key=lambda shape: (_distance(shape, d_in, channels), shape))
     entries = shapes[nearest]
     bounds = sorted({entry.tokens for entry in entries})
     within = next((bound for bound in bounds if bound >= tokens), bounds[-1])
-    row = sorted((entry for entry in entries if entry.tokens == within), key=lambda entry: entry.rank)
-    return next((entry for entry in row if entry.rank >= rank), row[-1])
+    many = math.inf if adapters is None else adapters
+    even = most is not None and most <= EVEN * rank
+    row = [
+        entry
+        for entry in entries
+        if entry.tokens == within and _adapters(entry) >= many and entry.even <= even
+    ]
+    row.sort(key=lambda entry: (entry.rank, _adapters(entry), not entry.even))
+    bucket = next((entry.rank for entry in row if entry.rank >= rank), row[-1].rank)
+    return next(entry for entry in row if entry.rank == bucket)
+
+
+def _adapters(entry: Entry) -> float:
+    """Adapters that an entry stands for."""
+    return math.inf if entry.adapters is None else entry.adapters
 
 
 @lru_cache(maxsize=16)

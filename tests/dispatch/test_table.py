@@ -16,9 +16,18 @@ TENSOR = Choice(Kernel("triton"), Kernel("triton"), tile=64, planes=2)
 FUSED = Choice(Kernel("fused", {"variant": 3}))
 
 
-def entry(phase: str, d_in: int, channels: tuple[int, ...], tokens: int, rank: int, choice: Choice) -> Entry:
+def entry(
+    phase: str,
+    d_in: int,
+    channels: tuple[int, ...],
+    tokens: int,
+    rank: int,
+    choice: Choice,
+    adapters: int | None = None,
+) -> Entry:
     return Entry.model_validate(
         {
+            "adapters": adapters,
             "phase": phase,
             "d_in": d_in,
             "channels": channels,
@@ -54,6 +63,37 @@ def test_buckets_are_upper_bounds_and_the_last_serves_beyond() -> None:
     assert choose(table(), "decode", *shape, 9, 1) == DIRECT
     assert choose(table(), "decode", *shape, 100_000, 1) == DIRECT
     assert choose(table(), "prefill", *shape, 1, 1) == TENSOR
+
+
+def test_adapters_are_told_apart_where_their_number_is_known() -> None:
+    shape = (2560, (4096, 1024, 1024))
+    cells = [("decode", *shape, 256, rank, choice, some) for rank, choice, some in (
+        (16, FUSED, None), (16, DIRECT, 8), (64, TENSOR, None), (64, FUSED, 8)
+    )]  # fmt: skip
+    found = Table.freeze(
+        "toy", "", [*(entry(*cell) for cell in cells), entry("prefill", *shape, 8, 8, TENSOR)]
+    )
+    assert choose(found, "decode", *shape, 128, 16) == FUSED
+    assert choose(found, "decode", *shape, 128, 16, 8) == DIRECT
+    assert choose(found, "decode", *shape, 128, 16, 9) == FUSED
+    assert choose(found, "decode", *shape, 128, 128, 1) == FUSED
+    assert choose_pair(found, "decode", *shape, 128, 128) == TENSOR
+    with pytest.raises(ValueError, match="one for any"):
+        Table.freeze("toy", "", [entry(*cells[1]), entry("prefill", *shape, 8, 8, TENSOR)])
+
+
+def test_ranks_up_to_twice_their_mean_are_even() -> None:
+    shape = (2560, (4096, 1024, 1024))
+    cell = entry("decode", *shape, 256, 16, FUSED)
+    even = cell.model_copy(update={"even": True, "choice": DIRECT.to_json()})
+    few = cell.model_copy(update={"adapters": 8, "choice": TENSOR.to_json()})
+    found = Table.freeze("toy", "", [cell, even, few, entry("prefill", *shape, 8, 8, TENSOR)])
+    assert choose(found, "decode", *shape, 128, 10, 50, 20) == DIRECT
+    assert choose(found, "decode", *shape, 128, 10, 50, 21) == FUSED
+    assert choose(found, "decode", *shape, 128, 10) == FUSED, "what is not known is not even"
+    assert choose(found, "decode", *shape, 128, 10, 8, 10) == TENSOR
+    with pytest.raises(ValueError, match="one for any"):
+        Table.freeze("toy", "", [even, entry("prefill", *shape, 8, 8, TENSOR)])
 
 
 def test_an_unknown_projection_takes_the_nearest_of_as_many_slices() -> None:

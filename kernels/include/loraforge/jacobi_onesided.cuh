@@ -125,7 +125,10 @@ __device__ __forceinline__ void step(Half<Plan>& p, Half<Plan>& q, double2* turn
     }
     const double dot = sum_many<half>(dots, lane) * (p.scale * q.scale);
     const bool apart = !(dot * dot > tolerance * fabs(p.norm * q.norm));
-    if (!warp_any(!apart)) return;
+    if (!warp_any(!apart)) {
+        warp_sync();  // the step after next writes over what the one before this read
+        return;
+    }
     const double gap = q.norm - p.norm;
     const float z = __fdividef(float(gap), float(2.0 * dot)), size = fabsf(z), square = fmaf(z, z, 1.0f);
     const float root = size > 1e4f ? size : square * rsqrtf(square);

@@ -9,6 +9,7 @@ from typing import ClassVar
 from loraforge.evidence.targets.base import Summary
 from loraforge.evidence.targets.kernels import (
     AUTO,
+    CSGMV,
     NATIVE,
     Cell,
     Item,
@@ -52,6 +53,8 @@ def _worst(swept: Sequence[Cell]) -> Summary:
             summary[f"worst_cell{suffix}"] = min(values)
             summary[f"cells_above_097{suffix}"] = sum(value >= 0.97 for value in values) / len(values)
             summary[f"geomean.lora{suffix}"] = geomean(values)
+    if values := speedups(swept, AUTO, CSGMV):
+        summary |= {"worst_cell.over_csgmv": min(values), "geomean.lora.over_csgmv": geomean(values)}
     return summary
 
 
