@@ -15,13 +15,13 @@ import torch
 from loraforge.errors import InputError, UsageError
 from loraforge.files import read_json
 from loraforge.runtime.vllm import SWITCH
-from loraforge.runtime.vllm.options import POOL, POOL_BYTES
+from loraforge.runtime.vllm.options import POOL, POOL_BYTES, RANKS
 from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
 from loraforge.serving.counters import ENVIRONMENT
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
-from loraforge.serving.launch import MAX_RANKS, RANK_HINTS, rank_hints, read_fleet
+from loraforge.serving.launch import MAX_RANKS, rank_hints, read_fleet
 from loraforge.serving.points import EngineState
 from loraforge.threads import in_threads
 
@@ -207,7 +207,7 @@ def _options(experiment: Experiment, fleet: ServedFleet, arm: Arm, state: Engine
         options["loraforge_decode_steps"] = experiment.decode_steps
     if arm.execution == "loraforge" and arm.weights is not None:
         options[POOL] = state.pool
-        options[RANK_HINTS] = dict(fleet.weights[arm.weights].hints)
+        options[RANKS] = dict(fleet.weights[arm.weights].hints)
         if state.pool_bytes is not None:
             options[POOL_BYTES] = state.pool_bytes
     return options
