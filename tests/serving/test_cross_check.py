@@ -22,9 +22,10 @@ from loraforge.serving.client import Options, replay
 from loraforge.serving.metrics import failures, tpot_s, ttft_s
 from loraforge.serving.workload import LoadSpec, Workload, make_workload
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 ADAPTER = "word_lang"
-REQUESTS, INTERVAL_S = 120, 1.2
+REQUESTS, INTERVAL_S = 100, 1.2
+ROUNDS = 3  # at most: until the medians are known to the tolerance
 PROMPT, OUTPUT = 32, 6  # tokens
 TOLERANCE = 0.05  # of medians
 RESAMPLES = 2000
@@ -114,15 +115,22 @@ def _half_width(ours: list[float], theirs: list[float]) -> float:
 
 
 def test_latencies_are_those_of_the_engines_own_client(smol_server: SmolServer, tmp_path: Path) -> None:
-    ours, theirs = _both(smol_server, tmp_path / "theirs.json")
+    ours: Latencies = {"ttft": [], "tpot": []}
+    theirs: Latencies = {"ttft": [], "tpot": []}
+    for number in range(ROUNDS):
+        for kept, new in zip((ours, theirs), _both(smol_server, tmp_path / f"{number}.json"), strict=True):
+            for key, values in new.items():
+                kept[key] += values
+        wide = {key: _half_width(values, theirs[key]) for key, values in ours.items()}
+        if max(wide.values()) <= TOLERANCE:
+            break
     off = {key: median(values) / median(theirs[key]) - 1 for key, values in ours.items()}
-    wide = {key: _half_width(values, theirs[key]) for key, values in ours.items()}
     said = ", ".join(
         f"{key}: ours {median(ours[key]) * 1e3:.2f} ms, theirs {median(theirs[key]) * 1e3:.2f} ms, "
         f"{off[key]:+.1%} (half interval {wide[key]:.1%})"
         for key in off
     )
-    print(said)
+    print(f"{len(ours['ttft'])} requests each: {said}")
     if max(wide.values()) > TOLERANCE:
         pytest.skip(f"the machine is too busy to tell: {said}")
     assert max(map(abs, off.values())) <= TOLERANCE, said
