@@ -110,9 +110,9 @@ def table(records: Sequence[Item]) -> Table:
 
 
 def _subject(engine: str, said: Terms) -> str:
-    fleets = " and ".join(said.fleets)
-    together = " together" if len(said.fleets) > 1 else ""
-    return f"{engine}, {style.plural(len(said.fleets), 'fleet').split()[1]} {fleets}{together}"
+    if len(said.fleets) > 1:
+        return f"{engine}, fleets {' and '.join(said.fleets)} together"
+    return f"{engine}, fleet {next(iter(said.fleets))}"
 
 
 def _sample(records: Sequence[Item]) -> str:
@@ -136,9 +136,9 @@ def _notes(records: Sequence[Item], said: Terms) -> list[str]:
     else:
         lengths = next(iter(words.values()))
     if said.stop == "natural":
-        notes = [
-            f"Answers end by themselves; caps of {lengths}. The base model alone repeats the lengths of an arm."
-        ]
+        notes = [f"Answers end by themselves, at the latest after {lengths}."]
+        if said.lengths_of is not None:
+            notes.append(f"The base model alone repeats the lengths of: {label_of(said.lengths_of)}.")
     else:
         eos = "EOS ignored" if said.stop == "exact" else "EOS not ignored"
         notes = [f"Output lengths are fixed, for all arms alike: {lengths}; {eos}."]
@@ -161,14 +161,15 @@ def _notes(records: Sequence[Item], said: Terms) -> list[str]:
     if found["failed"]:
         notes.append(f"{found['failed']:,} of {found['requests']:,} requests failed and count for nothing.")
     if found["points"] < found["points_declared"]:
+        missing = found["points_declared"] - found["points"]
         notes.append(
-            f"{found['points_declared'] - found['points']} of {found['points_declared']} points not measured."
+            f"{missing} of {found['points_declared']} points are not shown: seeds were not measured."
         )
     return notes
 
 
 def _lengths(lengths: Lengths) -> str:
-    """``32 tokens``, ``8–64 tokens, even``, ``log-normal with mean 56, 1–512 tokens``."""
+    """``32 tokens``, ``uniform, 8–64 tokens``, ``log-normal, mean 56, 1–512 tokens``."""
     if isinstance(lengths, Fixed):
         return style.plural(lengths.tokens, "token")
     drawn = f"log-normal, mean {lengths.mean:g}" if isinstance(lengths, LogNormal) else "uniform"
@@ -187,7 +188,7 @@ def draw_curves(rows: Table, context: style.Context) -> Figure:
             axes.set_xlabel("Offered requests a second")
             axes.set_ylabel(METRICS[name].label)
         handles = panels[0].get_legend_handles_labels()[0]
-        figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=6.5)
+        figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=6.5)
         style.caption(figure, "\n".join(small))
         return figure
 
@@ -207,7 +208,7 @@ def draw_bars(rows: Table, context: style.Context, metrics: Sequence[str]) -> Fi
         for line, rate in zip(panels, rates, strict=True):
             for axes, name in zip(line, there, strict=True):
                 own = [row for row in rows if row["panel"] == name and row["rate"] in (rate, None)]
-                if rate != rates[0] and own[0]["rate"] is None:
+                if rate != rates[0] and all(row["rate"] is None for row in own):
                     axes.axis("off")
                     continue
                 gains = [row for row in rows if row["panel"] == "gain" and row["rate"] == rate]

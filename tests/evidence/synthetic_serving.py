@@ -16,7 +16,7 @@ CELLS = tuple(
     f"{weights}_{by}" for weights in ("original", "uniform", "spectral") for by in ("native", "loraforge")
 )
 ARMS = {
-    "mixed_serving_vllm": MIXED,
+    "mixed_serving_vllm": (*MIXED, "spectral_native"),
     "six_cell": CELLS,
     "fixed_work": ("original_native", "original_loraforge", "spectral_native", "spectral_loraforge", "base_only"),
     "residency": tuple(

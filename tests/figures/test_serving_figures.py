@@ -37,6 +37,7 @@ def test_engine_device_lengths_and_deviations_are_said(target: str, tmp_path: Pa
     assert "log-normal, mean 50, 1–512 tokens" in words
     assert ("Output lengths are fixed" in words) == (target != "cpu_serving")
     assert ("Answers end by themselves" in words) == (target == "cpu_serving")
+    assert ("repeats the lengths of: Spectral, LoRAForge" in words) == (target == "cpu_serving")
     assert ("Shape fleets: random base weights" in words) == (target != "cpu_serving")
     assert "Whiskers: standard deviation over seeds" in words
     assert "Compressed weights have a budget of 1/12" in words
@@ -72,8 +73,8 @@ def test_failures_and_missing_points_are_said(tmp_path: Path) -> None:
     records[2]["figures"] = records[2]["figures"] | {"failed": 3}
     records[-1]["stopped"] = "interrupted by SIGTERM"
     words = words_of("mixed_serving_vllm", made("mixed_serving_vllm", records), tmp_path)
-    assert "3 of 23,800 requests failed" in words
-    assert "2 of 16 points not measured" in words
+    assert "3 of 30,600 requests failed" in words
+    assert "2 of 20 points are not shown" in words
 
 
 @pytest.mark.parametrize("target", BARS)
