@@ -60,6 +60,13 @@ class SlotTable:
             )
         self.tensor = torch.zeros((slots, slices, WORDS), dtype=torch.int64, device=device)
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SlotTable:
+        """A table over rows that lie elsewhere, int64 [slots, slices, 4]."""
+        table = cls.__new__(cls)
+        table.tensor = tensor
+        return table
+
     @property
     def slots(self) -> int:
         return self.tensor.shape[0]

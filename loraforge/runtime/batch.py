@@ -2,91 +2,183 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from loraforge.ops import api, cpu
-from loraforge.ops.plan import BASE, Plan, capacity
-from loraforge.ops.slots import MAX_SLICES
-from loraforge.runtime.pool import RaggedPool
+from loraforge.ops.choice import Choice
+from loraforge.ops.plan import BASE, Plan, capacity, empty_plan
+from loraforge.ops.slots import MAX_SLICES, SlotTable
+from loraforge.runtime.kernels import Kernels
 from loraforge.runtime.ranks import Projection
 
-TILE = 64  # rows of a segment: the most that share one pass over an adapter's factors
+TILE = 64  # rows of a segment on a CPU: the most that share one pass over an adapter's factors
+_RANK_UNIT = 16  # what the capacity of a workspace is a multiple of
+
+
+class Pool(Protocol):
+    """What a layer needs of a pool."""
+
+    tables: dict[str, SlotTable]
+
+    def operands(self, name: str) -> tuple[Tensor, Tensor]: ...
+
+    def greatest_rank(self, name: str) -> int: ...
 
 
 class Batch:
     """Buffers for steps of up to ``tokens`` tokens over ``slots`` slots, made once.
 
+    The host writes the slots of the tokens; the plan is made from them on the device by the first layer of a step that
+    asks for it. A captured graph has that launch at its start and so follows whatever the host writes before a replay.
+
     active: whether any token of this step has an adapter; where none has, layers have nothing to do.
     """
 
-    def __init__(self, tokens: int, slots: int, rank: int, device: torch.device | str = "cpu") -> None:
-        """``rank``: the largest that an adapter may have."""
-        self._token_slots = torch.full((tokens,), BASE, dtype=torch.int32, device=device)
-        self._order = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self._segments = torch.zeros((capacity(tokens, slots, TILE), 4), dtype=torch.int32, device=device)
-        self._count = torch.zeros(1, dtype=torch.int32, device=device)
-        self._z = torch.empty(tokens * MAX_SLICES * rank, dtype=torch.float32, device=device)
-        self._rank = rank
-        self._slots = slots
+    def __init__(
+        self,
+        tokens: int,
+        slots: int,
+        rank: int,
+        device: torch.device | str = "cpu",
+        *,
+        tiles: Collection[int] = (TILE,),
+        planes: int | None = None,
+    ) -> None:
+        """rank: the largest that an adapter may have. tiles: heights of segments that will be asked for. planes: the
+        most planes times tokens that a workspace will have, where that is more than ``tokens``."""
+        self.tokens = tokens
+        self.rank = -(-rank // _RANK_UNIT) * _RANK_UNIT
         self.active = False
-        self.plan = self._plan(0)
-        self._workspaces: dict[int, Tensor] = {}
+        self._slots = slots
+        self._token_slots = torch.full((tokens,), BASE, dtype=torch.int32, device=device)
+        self._pin = self._token_slots.is_cuda
+        self._written = 0  # tokens of the last step
+        self._whole = {tile: empty_plan(tokens, slots, tile, device) for tile in tiles}
+        self._z = torch.empty(
+            max(planes or 0, tokens) * MAX_SLICES * self.rank, dtype=torch.float32, device=device
+        )
+        # views of the last step, since most steps are as long as the one before
+        self._plans: dict[int, Plan] = {}
+        self._workspaces: dict[tuple[int, int], Tensor] = {}
+        self._step: object = None
+        self._filled: dict[int, int] = {}  # tile -> tokens of the plan that is in its buffers
 
     @property
-    def tokens(self) -> int:
-        """How many tokens the current step has."""
-        return self.plan.tokens
+    def device_bytes(self) -> int:
+        """Bytes that the buffers take."""
+        plans = [part for plan in self._whole.values() for part in (plan.order, plan.segments, plan.count)]
+        return sum(part.numel() * part.element_size() for part in (self._token_slots, self._z, *plans))
 
     def set(self, token_slots: Tensor, *, active: bool) -> None:
-        """Begin a step. token_slots: integers [T], the slot of each token, negative for the base model alone."""
+        """Begin a step. token_slots: integers [T] on the host, the slot of each token, negative for the base model
+        alone. Tokens behind them, an engine's padding, get none."""
         self.active = active
         tokens = token_slots.shape[0]
-        if tokens != self.tokens:
-            self.plan = self._plan(tokens)
-            self._workspaces.clear()
-        if active:
-            self.plan.token_slots.copy_(token_slots)
-            api.fill(self.plan, self._slots)
+        # what the step before wrote and this one does not is wiped in the same copy
+        staged = torch.full((max(tokens, self._written),), BASE, dtype=torch.int32, pin_memory=self._pin)
+        staged[:tokens] = token_slots
+        self._token_slots[: len(staged)].copy_(staged, non_blocking=True)
+        self._written = tokens
+        self._filled.clear()
 
-    def workspace(self, slices: int) -> Tensor:
-        """FP32 [1, T, slices, rank] for the products of a projection; contents undefined."""
-        found = self._workspaces.get(slices)
-        if found is None:
-            shape = (1, self.tokens, slices, self._rank)
-            found = self._workspaces[slices] = self._z[: self.tokens * slices * self._rank].view(shape)
+    def plan(self, tokens: int, tile: int, step: object) -> Plan:
+        """The plan of the first ``tokens`` tokens, made now if it has not been in this step.
+
+        step: any object that is another one in each step of the engine.
+        """
+        if step is not self._step or step is None:
+            self._step = step
+            self._filled.clear()
+        plan = self._plans.get(tile)
+        if plan is None or plan.tokens != tokens:
+            plan = self._plans[tile] = self._view(tokens, tile)
+        if self._filled.get(tile) != tokens:
+            api.fill(plan, self._slots)
+            self._filled[tile] = tokens
+        return plan
+
+    def workspace(self, planes: int, tokens: int, slices: int) -> Tensor:
+        """FP32 [planes, T, slices, rank] for the products of a projection; contents undefined."""
+        found = self._workspaces.get((planes, slices))
+        if found is None or found.shape[1] != tokens:
+            shape = planes, tokens, slices, self.rank
+            found = self._workspaces[planes, slices] = self._z[: math.prod(shape)].view(shape)
         return found
 
-    def _plan(self, tokens: int) -> Plan:
+    def _view(self, tokens: int, tile: int) -> Plan:
+        whole = self._whole[tile]
         return Plan(
             self._token_slots[:tokens],
-            self._order[:tokens],
-            self._segments[: capacity(tokens, self._slots, TILE)],
-            self._count,
-            TILE,
+            whole.order[:tokens],
+            whole.segments[: capacity(tokens, self._slots, tile)],
+            whole.count,
+            tile,
         )
 
 
 class Applied:
     """One projection with its pool and batch: what a layer calls."""
 
-    def __init__(self, pool: RaggedPool, batch: Batch, projection: Projection) -> None:
-        self._buffer = pool.buffer
+    def __init__(
+        self, pool: Pool, batch: Batch, projection: Projection, kernels: Kernels | None = None
+    ) -> None:
+        """kernels: those of a GPU; None for a CPU, which has one."""
+        self._a, self._b = pool.operands(projection.name)
         self._table = pool.tables[projection.name].tensor
         self._slices = projection.slices
+        self._pool = pool
         self._batch = batch
+        self._projection = projection
+        self._kernels = kernels
 
-    def add(self, y: Tensor, x: Tensor) -> None:
+    def add(self, y: Tensor, x: Tensor, step: object = None) -> None:
         """``y`` [T, channels] += each token's update of ``x`` [T, d_in]; rows of the base model alone are not touched.
 
-        Rows past the tokens of the step (an engine's padding) are not touched either.
+        Rows past the tokens of the step (an engine's padding) are not touched either. step: see :meth:`Batch.plan`.
         """
         batch = self._batch
         if not batch.active:
             return
-        plan = batch.plan
-        if x.shape[0] != plan.tokens:
-            x, y = x[: plan.tokens], y[: plan.tokens]
-        z = batch.workspace(len(self._slices))
-        # not through torch's dispatcher once more: what an engine may compile calls this from inside an op
-        cpu.lora(x, self._buffer, self._buffer, self._table, plan, z, y, self._slices)
+        if x.shape[0] > batch.tokens:
+            x, y = x[: batch.tokens], y[: batch.tokens]
+        tokens = x.shape[0]
+        if self._kernels is None:
+            plan = batch.plan(tokens, TILE, step)
+            z = batch.workspace(1, tokens, len(self._slices))
+            # not through torch's dispatcher once more: what an engine may compile calls this from inside an op
+            cpu.lora(x, self._a, self._b, self._table, plan, z, y, self._slices)
+            return
+        loaded = self._pool.greatest_rank(self._projection.name)
+        self._run(y, x, self._kernels.choose(self._projection, tokens, loaded), step)
+
+    def warm(self) -> None:
+        """Run every kernel that a step may take, on tokens without adapters: none is then compiled while requests wait.
+
+        Nothing on a CPU, whose kernel is compiled already.
+        """
+        if self._kernels is None:
+            return
+        device, dtype = self._a.device, self._a.dtype
+        seen = set()
+        for tokens in self._kernels.bounds(self._batch.tokens):
+            # one row that stands for all, since none is written
+            x = torch.zeros((1, self._projection.d_in), dtype=dtype, device=device).expand(tokens, -1)
+            y = torch.zeros((1, sum(self._projection.channels)), dtype=dtype, device=device).expand(
+                tokens, -1
+            )
+            for loaded in (0, self._batch.rank):
+                choice = self._kernels.choose(self._projection, tokens, loaded)
+                if (key := str(choice.to_json())) not in seen:
+                    seen.add(key)
+                    self._run(y, x, choice, None)
+
+    def _run(self, y: Tensor, x: Tensor, choice: Choice, step: object) -> None:
+        tokens = x.shape[0]
+        plan = self._batch.plan(tokens, choice.tile, step)
+        z = self._batch.workspace(choice.planes, tokens, len(self._slices))
+        api.lora(x, self._a, self._b, self._table, plan, z, y, self._slices, choice=choice)

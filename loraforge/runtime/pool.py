@@ -8,17 +8,19 @@ scheduler knows who is waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from loraforge.errors import LoraForgeError
-from loraforge.ops.slots import Slot, SlotTable, bucket
+from loraforge.ops.slots import WORDS, SlotTable
 from loraforge.runtime.arena import Arena
+from loraforge.runtime.packed import ALIGN_BYTES, Layout, Packed, stage
 from loraforge.runtime.ranks import Factors, Projection
 
-ALIGN_BYTES = 64  # a cache line; more than any kernel's loads
+_PIECE_BYTES = 32 << 20  # of a block that is moved at once: what a move needs beside the pool
 
 
 @dataclass
@@ -37,34 +39,11 @@ class Counters:
 
 @dataclass
 class _Block:
-    """What one slot holds for one projection: its range in units, and its rows of the table."""
+    """What one slot holds: its range in units, and the adapter."""
 
     start: int
     units: int
-    rows: list[Slot]
-
-
-def block_bytes(projection: Projection, ranks: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that one projection of an adapter takes in a pool, for the live rank of each slice (0 for none)."""
-    return _lay_out(projection, ranks, ALIGN_BYTES // dtype.itemsize)[1] * ALIGN_BYTES
-
-
-def _lay_out(projection: Projection, ranks: Sequence[int], unit: int) -> tuple[list[Slot], int]:
-    """Rows of the table for a block that starts at element 0, and how many units of elements it takes."""
-    rows, units = [], 0
-    for rank, channels in zip(ranks, projection.channels, strict=True):
-        if not rank:
-            rows.append(Slot())
-            continue
-        width = bucket(rank)
-        between = units + _ceil(rank * projection.d_in, unit)
-        rows.append(Slot(units * unit, between * unit, rank, width))
-        units = between + _ceil(channels * width, unit)
-    return rows, units
-
-
-def _ceil(elements: int, unit: int) -> int:
-    return -(-elements // unit)
+    adapter: Packed
 
 
 class RaggedPool:
@@ -81,28 +60,41 @@ class RaggedPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Make an empty pool. The memory of a CPU's buffer is taken page by page, when directions are first written.
+        """Make an empty pool. A GPU's buffer is taken whole, the memory of a CPU's page by page, when directions are
+        first written.
 
         Raises LoraForgeError for a capacity that is not positive.
         """
-        self.projections = {projection.name: projection for projection in projections}
+        self.layout = Layout(projections, dtype)
         self.slots = slots
         self.counters = Counters()
-        self._unit = ALIGN_BYTES // dtype.itemsize  # elements
+        self._unit = self.layout.unit
         self._arena = Arena(capacity_bytes // ALIGN_BYTES)
         if self._arena.capacity < 1:
             raise LoraForgeError(
                 f"a pool of {capacity_bytes} bytes", key="pool_bytes", remedy="give it room for one adapter"
             )
         self.buffer = torch.empty(self._arena.capacity * self._unit, dtype=dtype, device=device)
-        self.tables = {
-            name: SlotTable(slots, len(projection.channels), device)
-            for name, projection in self.projections.items()
+        self._pin = self.buffer.is_cuda
+        # one tensor for all projections of as many slices: the rows of one slot are then one strided copy
+        self._rows = {
+            slices: torch.zeros((len(names), slots, slices, WORDS), dtype=torch.int64, device=device)
+            for slices, names in self.layout.groups.items()
         }
-        self._blocks: dict[tuple[int, str], _Block] = {}
+        self.tables: dict[str, SlotTable] = {}
+        for slices, names in self.layout.groups.items():
+            for place, name in enumerate(names):
+                self.tables[name] = SlotTable.of(self._rows[slices][place])
+        self._blocks: dict[int, _Block] = {}
+        self._greatest: dict[str, int] = {}  # as asked since a slot last changed
 
     @property
     def capacity_bytes(self) -> int:
+        return self._arena.capacity * ALIGN_BYTES
+
+    @property
+    def room_bytes(self) -> int:
+        """The part of the capacity that adapters share, each as much as its ranks take."""
         return self._arena.capacity * ALIGN_BYTES
 
     @property
@@ -110,68 +102,85 @@ class RaggedPool:
         """Bytes that adapters in slots take, alignment included."""
         return (self._arena.capacity - self._arena.free) * ALIGN_BYTES
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that buffer and tables take, whatever is in them."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.buffer, *self._rows.values()))
+
     def report(self) -> dict[str, int]:
         """Counters and sizes, for logs and records."""
         return {
             **asdict(self.counters),
             "capacity_bytes": self.capacity_bytes,
             "live_bytes": self.live_bytes,
-            "adapters": len({slot for slot, _ in self._blocks}),
+            "adapters": len(self._blocks),
         }
 
-    def write(self, slot: int, name: str, factors: Sequence[Factors | None]) -> None:
-        """Put an adapter's directions for one projection into a slot, instead of what it held.
+    def operands(self, name: str) -> tuple[Tensor, Tensor]:
+        """What the offsets of A and of B in the table of a projection count the elements of."""
+        return self.buffer, self.buffer
 
-        factors: for each slice A [rank, d_in] and B [channels, rank], live directions alone, of any float dtype and on
-        any device, or None.
+    def greatest_rank(self, name: str) -> int:
+        """The most live directions that an adapter in a slot has in a slice of a projection; 0 where none has any."""
+        found = self._greatest.get(name)
+        if found is None:
+            ranks = (max(block.adapter.ranks.get(name, (0,))) for block in self._blocks.values())
+            found = self._greatest[name] = max(ranks, default=0)
+        return found
 
-        Raises LoraForgeError where the shapes are not the projection's, or there is no room left; the slot then holds
-        nothing for this projection.
+    def pack(self, factors: Mapping[str, Sequence[Factors | None]]) -> Packed:
+        """Put an adapter into the form that :meth:`load` takes; see :meth:`Layout.pack`."""
+        return self.layout.pack(factors, pin=self._pin)
+
+    def size(self, adapter: Packed) -> int:
+        """Bytes that an adapter takes of ``room_bytes``."""
+        return adapter.bytes
+
+    def load(self, slot: int, adapter: Packed) -> None:
+        """Put an adapter into a slot, instead of what it held; on a GPU without waiting for it.
+
+        Raises LoraForgeError where there is no room left; the slot is then empty.
         """
-        projection = self.projections[name]
-        self.erase(slot, name)
-        if len(factors) != len(projection.channels):
-            self._misfit(name, f"{len(factors)} slices")
-        for pair, channels in zip(factors, projection.channels, strict=True):
-            if pair is not None and (
-                pair[0].shape[1] != projection.d_in or pair[1].shape != (channels, pair[0].shape[0])
-            ):
-                self._misfit(name, f"A {list(pair[0].shape)} and B {list(pair[1].shape)}")
-        places, units = _lay_out(
-            projection, [0 if pair is None else len(pair[0]) for pair in factors], self._unit
-        )
-        if not units:
-            return
-        start = self._room(units, name)
-        rows = [
-            replace(
-                row, a_offset=row.a_offset + start * self._unit, b_offset=row.b_offset + start * self._unit
-            )
-            for row in places
-        ]
-        for pair, row, channels in zip(factors, rows, projection.channels, strict=True):
-            if pair is not None:
-                a, b = pair
-                self.buffer[row.a_offset : row.a_offset + a.numel()].view(a.shape).copy_(a)
-                target = self.buffer[row.b_offset : row.b_offset + channels * row.width]
-                target.view(channels, row.width)[:, : row.rank].copy_(b)
-                self.counters.source_bytes += (a.numel() + b.numel()) * self.buffer.itemsize
-        self._blocks[slot, name] = _Block(start, units, rows)
-        self.tables[name].set(slot, rows)
-
-    def erase(self, slot: int, name: str) -> None:
-        """Make a slot empty for one projection."""
-        block = self._blocks.pop((slot, name), None)
-        if block is not None:
-            self.tables[name].clear(slot)
-            self._arena.give(block.start, block.units)
+        self.clear(slot)
+        data = self._kept(adapter)
+        units = data.numel() // self._unit
+        start = self._room(units) if units else 0
+        self._blocks[slot] = _Block(start, units, adapter)
+        self._greatest.clear()
+        begin = start * self._unit
+        self.buffer[begin : begin + data.numel()].copy_(data, non_blocking=True)
+        self._place(slot)
+        self.counters.loads += 1
+        self.counters.source_bytes += adapter.source_bytes
 
     def clear(self, slot: int) -> None:
         """Make a slot empty: tokens that name it get the base model alone."""
-        for name in self.projections:
-            self.erase(slot, name)
+        block = self._blocks.pop(slot, None)
+        if block is None:
+            return
+        self._greatest.clear()
+        for rows in self._rows.values():
+            rows[:, slot].zero_()
+        if block.units:
+            self._arena.give(block.start, block.units)
+        self.counters.unloads += 1
 
-    def _room(self, units: int, name: str) -> int:
+    def _place(self, slot: int) -> None:
+        """Write the rows of a slot where its block now lies."""
+        block = self._blocks[slot]
+        for slices in block.adapter.rows:
+            moved = self._staged(slot, slices, block.adapter, block.start * self._unit)
+            self._rows[slices][:, slot].copy_(moved, non_blocking=True)
+
+    def _kept(self, adapter: Packed) -> Tensor:
+        """The part of an adapter's data that lies in its slot's block."""
+        return adapter.data
+
+    def _staged(self, slot: int, slices: int, adapter: Packed, start: int) -> Tensor:
+        """Rows of a slot for the tables with so many slices, on the host, for a block that starts at an element."""
+        return stage(adapter.rows[slices], start, pin=self._pin)
+
+    def _room(self, units: int) -> int:
         start = self._arena.take(units)
         if start is None and self._arena.free >= units:
             self._pack()
@@ -179,7 +188,7 @@ class RaggedPool:
         if start is None:
             raise LoraForgeError(
                 f"the pool of {self.capacity_bytes} bytes has {self._arena.free * ALIGN_BYTES} left, "
-                f"and {name} needs {units * ALIGN_BYTES}",
+                f"and an adapter needs {units * ALIGN_BYTES}",
                 key="pool_bytes",
                 remedy="give the pool more bytes or the engine fewer slots",
             )
@@ -188,28 +197,21 @@ class RaggedPool:
     def _pack(self) -> None:
         """Move all blocks to the front, in their order, so that what is free is one range."""
         used = 0
-        for (slot, name), block in sorted(self._blocks.items(), key=lambda item: item[1].start):
+        for slot, block in sorted(self._blocks.items(), key=lambda item: item[1].start):
+            if not block.units:
+                continue
             if block.start != used:
-                shift = (block.start - used) * self._unit
-                begin, size = used * self._unit, block.units * self._unit
-                # the two ranges may overlap
-                self.buffer[begin : begin + size] = self.buffer[begin + shift : begin + shift + size].clone()
-                block.rows = [
-                    replace(row, a_offset=row.a_offset - shift, b_offset=row.b_offset - shift)
-                    if row.rank
-                    else row
-                    for row in block.rows
-                ]
+                self._move(block.start * self._unit, used * self._unit, block.units * self._unit)
                 block.start = used
-                self.tables[name].set(slot, block.rows)
+                self._place(slot)
             used += block.units
         self._arena.pack(used)
         self.counters.moves += 1
 
-    def _misfit(self, name: str, found: str) -> None:
-        projection = self.projections[name]
-        raise LoraForgeError(
-            f"{found} for {projection.d_in} inputs and {projection.channels} outputs",
-            key=name,
-            remedy="load an adapter of this base model",
-        )
+    def _move(self, source: int, target: int, elements: int) -> None:
+        """Move elements towards the front, a piece at a time: the two ranges may overlap."""
+        most = max(_PIECE_BYTES // self.buffer.element_size(), 1)
+        for done in range(0, elements, most):
+            size = min(most, elements - done)
+            piece = self.buffer[source + done : source + done + size].clone()
+            self.buffer[target + done : target + done + size] = piece

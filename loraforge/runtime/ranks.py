@@ -38,8 +38,13 @@ def live_rank(a: Tensor, b: Tensor) -> int:
 
     So a padded export, and an engine's zero-filled buffer, give the rank that they were made from, without a manifest.
     """
-    live = torch.nonzero((a != 0).any(1) & (b != 0).any(0))
-    return int(live[-1]) + 1 if live.numel() else 0
+    rank = len(a)
+    if rank and bool(a[-1].any()) and bool(b[:, -1].any()):
+        return rank  # without padding, a look at the last direction is enough
+    for row in reversed(torch.nonzero((a != 0).any(1)).flatten().tolist()):
+        if bool(b[:, row].any()):
+            return int(row) + 1
+    return 0
 
 
 def trim(a: Tensor, b: Tensor) -> Factors | None:

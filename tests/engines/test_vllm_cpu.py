@@ -113,7 +113,13 @@ def _output(result: Any) -> Output:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def counters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the engine keeps."""
+    return tmp_path_factory.mktemp("counters") / "counters.json"
+
+
+@pytest.fixture(scope="module")
+def engine(counters: Path) -> Iterator[Engine]:
     pytest.importorskip("vllm")
     if not (BASE / "config.json").is_file():
         pytest.skip("LORAFORGE_BASE names no base model")
@@ -123,6 +129,7 @@ def engine() -> Iterator[Engine]:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "LORAFORGE_COUNTERS": str(counters),
         }.items():
             patch.setenv(key, value)
         yield Engine()
@@ -144,6 +151,15 @@ def test_the_pool_holds_live_directions_alone(engine: Engine, mixed: list[Output
     assert (report["adapters"], report["loads"]) == (SLOTS, SLOTS)
     assert report["source_bytes"] == parameters * 2
     assert parameters * 2 <= report["live_bytes"] <= 1.05 * parameters * 2
+
+
+def test_the_file_of_counters_tells_of_the_pool(engine: Engine, mixed: list[Output], counters: Path) -> None:
+    told = json.loads(counters.read_text(encoding="utf-8"))
+    report = engine.pool()
+    assert {key: told[key] for key in report} == report
+    assert told["lora_bytes"] > told["capacity_bytes"]
+    assert (told["execution"], told["pool"], told["peak_allocated_bytes"]) == ("loraforge", "ragged", None)
+    assert [path.name for path in counters.parent.iterdir()] == [counters.name]
 
 
 def test_base_rows_of_a_mixed_batch_are_those_of_the_base_model_alone(

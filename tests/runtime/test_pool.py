@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch import Tensor
 from loraforge.errors import LoraForgeError
 from loraforge.ops import reference
 from loraforge.runtime.batch import Applied, Batch
-from loraforge.runtime.pool import ALIGN_BYTES, RaggedPool, block_bytes
+from loraforge.runtime.packed import ALIGN_BYTES, Layout
+from loraforge.runtime.pool import RaggedPool
 from loraforge.runtime.ranks import Factors, Projection
 
 QKV = Projection("layers.0.qkv", 64, (48, 16, 16))
@@ -32,6 +35,14 @@ def _factors(projection: Projection, ranks: list[int], seed: int) -> list[Factor
 
 def _pool(capacity: int = 1 << 20) -> RaggedPool:
     return RaggedPool((QKV, DOWN), SLOTS, capacity, torch.bfloat16)
+
+
+def _load(pool: RaggedPool, slot: int, factors: Mapping[str, Sequence[Factors | None]]) -> None:
+    pool.load(slot, pool.pack(factors))
+
+
+def _bytes(projection: Projection, ranks: list[int]) -> int:
+    return Layout([projection], torch.bfloat16).bytes({projection.name: ranks})
 
 
 def _serve(pool: RaggedPool, projection: Projection, routing: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +75,7 @@ def test_adapters_of_all_ranks_and_the_base_model_share_a_batch() -> None:
     pool = _pool()
     held = {slot: _factors(QKV, ranks, slot) for slot, ranks in ((0, [1, 3, 16]), (2, [24, 0, 7]))}
     for slot, factors in held.items():
-        pool.write(slot, QKV.name, factors)
+        _load(pool, slot, {QKV.name: factors})
     routing = [0, -1, 2, 2, 1, 0, -1]
     base, y, oracle = _serve(pool, QKV, routing)
     assert torch.allclose(y.double(), oracle, rtol=2.0**-8, atol=2.0**-8)
@@ -84,7 +95,7 @@ def test_adapters_of_all_ranks_and_the_base_model_share_a_batch() -> None:
 
 def test_tokens_of_a_step_without_adapters_cost_nothing_and_change_nothing() -> None:
     pool = _pool()
-    pool.write(0, DOWN.name, _factors(DOWN, [8], 0))
+    _load(pool, 0, {DOWN.name: _factors(DOWN, [8], 0)})
     batch = Batch(8, SLOTS, 32)
     batch.set(torch.tensor([0, 0]), active=True)
     batch.set(torch.tensor([-1, -1]), active=False)
@@ -95,7 +106,7 @@ def test_tokens_of_a_step_without_adapters_cost_nothing_and_change_nothing() -> 
 
 def test_rows_past_the_step_are_padding() -> None:
     pool = _pool()
-    pool.write(1, DOWN.name, _factors(DOWN, [8], 0))
+    _load(pool, 1, {DOWN.name: _factors(DOWN, [8], 0)})
     batch = Batch(8, SLOTS, 32)
     batch.set(torch.tensor([1, 1]), active=True)
     y = torch.ones(5, 64, dtype=torch.bfloat16)
@@ -107,9 +118,9 @@ def test_rows_past_the_step_are_padding() -> None:
 def test_bytes_follow_live_ranks() -> None:
     pool = _pool()
     ranks = [2, 0, 5]
-    pool.write(3, QKV.name, _factors(QKV, ranks, 0))
+    _load(pool, 3, {QKV.name: _factors(QKV, ranks, 0)})
     parameters = 2 * 64 + 48 * 2 + 5 * 64 + 16 * 8  # B of rank 5 lies in rows of 8
-    assert block_bytes(QKV, ranks, torch.bfloat16) == pool.live_bytes
+    assert _bytes(QKV, ranks) == pool.live_bytes
     assert parameters * 2 <= pool.live_bytes < parameters * 2 + 4 * ALIGN_BYTES
     assert pool.counters.source_bytes == (2 * (64 + 48) + 5 * (64 + 16)) * 2
     pool.clear(3)
@@ -118,14 +129,14 @@ def test_bytes_follow_live_ranks() -> None:
 
 
 def test_a_full_pool_packs_itself_and_serves_the_same() -> None:
-    small, large = block_bytes(DOWN, [4], torch.bfloat16), block_bytes(DOWN, [8], torch.bfloat16)
+    small, large = _bytes(DOWN, [4]), _bytes(DOWN, [8])
     pool = RaggedPool((DOWN,), SLOTS, 3 * small + large - small, torch.bfloat16)
     address, table = pool.buffer.data_ptr(), pool.tables[DOWN.name].tensor.data_ptr()
     for slot in range(3):
-        pool.write(slot, DOWN.name, _factors(DOWN, [4], slot))
+        _load(pool, slot, {DOWN.name: _factors(DOWN, [4], slot)})
     _, before, _ = _serve(pool, DOWN, [1, 2, -1])
     pool.clear(0)
-    pool.write(3, DOWN.name, _factors(DOWN, [8], 3))  # needs the hole at the front and the rest at the end
+    _load(pool, 3, {DOWN.name: _factors(DOWN, [8], 3)})  # needs the hole at the front and the rest at the end
     assert pool.counters.moves == 1
     base, after, oracle = _serve(pool, DOWN, [1, 2, -1])
     assert torch.equal(after, before)
@@ -138,12 +149,12 @@ def test_a_full_pool_packs_itself_and_serves_the_same() -> None:
 def test_loading_again_replaces_and_gives_the_same_outputs() -> None:
     pool = _pool()
     first, second = _factors(QKV, [4, 4, 4], 1), _factors(QKV, [9, 1, 0], 2)
-    pool.write(0, QKV.name, first)
+    _load(pool, 0, {QKV.name: first})
     held = pool.live_bytes
     _, one, _ = _serve(pool, QKV, [0, -1, 0])
-    pool.write(0, QKV.name, second)
+    _load(pool, 0, {QKV.name: second})
     _, two, _ = _serve(pool, QKV, [0, -1, 0])
-    pool.write(0, QKV.name, first)
+    _load(pool, 0, {QKV.name: first})
     _, again, _ = _serve(pool, QKV, [0, -1, 0])
     assert torch.equal(one, again)
     assert not torch.equal(one[0], two[0])
@@ -151,14 +162,13 @@ def test_loading_again_replaces_and_gives_the_same_outputs() -> None:
 
 
 def test_thousands_of_loads_leak_nothing() -> None:
-    pool = RaggedPool((QKV, DOWN), SLOTS, 40_000, torch.bfloat16)
+    pool = RaggedPool((QKV, DOWN), SLOTS, 45_000, torch.bfloat16)
     choose = torch.Generator().manual_seed(0)
     for step in range(1500):
         slot = int(torch.randint(SLOTS, (1,), generator=choose))
         rank = int(torch.randint(1, 13, (1,), generator=choose))
-        pool.clear(slot)
-        pool.write(slot, QKV.name, _factors(QKV, [rank, 0, rank], step))
-        pool.write(slot, DOWN.name, _factors(DOWN, [rank], step))
+        adapter = {QKV.name: _factors(QKV, [rank, 0, rank], step), DOWN.name: _factors(DOWN, [rank], step)}
+        _load(pool, slot, adapter)
     assert pool.report()["adapters"] == SLOTS
     for slot in range(SLOTS):
         pool.clear(slot)
@@ -167,8 +177,8 @@ def test_thousands_of_loads_leak_nothing() -> None:
 
 def test_too_small_a_pool_says_what_it_needs() -> None:
     pool = RaggedPool((DOWN,), SLOTS, 1024, torch.bfloat16)
-    with pytest.raises(LoraForgeError, match=r"pool of 1024 bytes has 1024 left, and layers.0.down needs"):
-        pool.write(0, DOWN.name, _factors(DOWN, [8], 0))
+    with pytest.raises(LoraForgeError, match="pool of 1024 bytes has 1024 left, and an adapter needs"):
+        _load(pool, 0, {DOWN.name: _factors(DOWN, [8], 0)})
     assert pool.live_bytes == 0
     with pytest.raises(LoraForgeError, match="pool of 10 bytes"):
         RaggedPool((DOWN,), SLOTS, 10, torch.bfloat16)
@@ -177,7 +187,9 @@ def test_too_small_a_pool_says_what_it_needs() -> None:
 def test_an_adapter_of_another_model_is_refused() -> None:
     pool = _pool()
     with pytest.raises(LoraForgeError, match=r"layers.0.down: A \[4, 64\] .* 96 inputs"):
-        pool.write(0, DOWN.name, [(torch.ones(4, 64), torch.ones(64, 4))])
+        _load(pool, 0, {DOWN.name: [(torch.ones(4, 64), torch.ones(64, 4))]})
     with pytest.raises(LoraForgeError, match="2 slices"):
-        pool.write(0, QKV.name, [None, None])
+        _load(pool, 0, {QKV.name: [None, None]})
+    with pytest.raises(LoraForgeError, match=r"layers.9.down: no such projection"):
+        _load(pool, 0, {"layers.9.down": [None]})
     assert pool.live_bytes == 0

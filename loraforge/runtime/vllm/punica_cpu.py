@@ -8,18 +8,32 @@ from typing import Any
 from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
+from loraforge.ops.cpu import native
 from loraforge.runtime.batch import Batch
+from loraforge.runtime.vllm.options import Options
 
 
 class PunicaWrapperLoRAForge(PunicaWrapperCPU):
     """The native products write over rows of the base model (their slot, -1, is taken from the end): such rows are
     put back here, bit for bit."""
 
+    kernels = None  # a CPU has one
+    native = False
+
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
-        config = kwargs["lora_config"]
-        self.batch = Batch(max_num_batched_tokens, config.max_loras, config.max_lora_rank, device)
+        self._tokens = max_num_batched_tokens
+        self._config = kwargs["lora_config"]
         self._occupied: dict[int, Set[int]] = {}
+
+    def prepare(self, options: Options) -> None:
+        """Make the buffers of a step."""
+        self.batch = Batch(self._tokens, self._config.max_loras, self._config.max_lora_rank, self.device)
+
+    @property
+    def instructions(self) -> str:
+        """What the products run on."""
+        return native.instructions()
 
     def watch(self, lora_b_stacked: Tensor, slots: Set[int]) -> None:
         """Skip the products of a native layer, known by its B, while ``slots`` is empty."""

@@ -1,0 +1,90 @@
+"""Which kernels serve a projection on a GPU: the device's dispatch table, asked once a shape of step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from loraforge.dispatch.table import Phase, Table, choose, choose_pair, load_table
+from loraforge.ops.choice import Choice, Kernel
+from loraforge.runtime.ranks import Projection
+
+_MIDDLING = 16  # a rank that is assumed where none is known
+# where a table answers with an engine's own kernels, which do not read a ragged pool
+_FALLBACK: dict[Phase, Choice] = {
+    "decode": Choice(Kernel("direct"), Kernel("row_expand")),
+    "prefill": Choice(Kernel("triton"), Kernel("triton"), tile=64),
+}
+
+
+class Kernels:
+    """The choices of one device.
+
+    A step counts as decode while it has no more tokens than the engine runs requests at once (and than the table's
+    last bucket of decode): its adapters then have a few rows each. Longer ones hold prompts.
+    """
+
+    def __init__(self, table: Table, requests: int, ranks: Mapping[str, int], greatest: int) -> None:
+        """requests: that the engine runs at once. ranks: typical live rank by a module's last name, where known.
+        greatest: rank that an adapter may have."""
+        self.table = table
+        self._decode = min(requests, _last(table, "decode"))
+        self._ranks = ranks
+        self._greatest = greatest
+        self._chosen: dict[tuple[int, tuple[int, ...], int, int], Choice] = {}
+
+    @classmethod
+    def of(
+        cls, device: torch.device | str, requests: int, ranks: Mapping[str, int], greatest: int
+    ) -> Kernels:
+        """From the table that ships for a device."""
+        return cls(load_table(torch.cuda.get_device_name(device)), requests, ranks, greatest)
+
+    def choose(self, projection: Projection, tokens: int, loaded: int) -> Choice:
+        """For a step of ``tokens`` tokens; any choice gives the same sums.
+
+        loaded: the greatest rank in the slots, which counts where no typical one was given; 0 where nothing is.
+        """
+        rank = self._ranks.get(projection.name.rpartition(".")[2]) or loaded or min(_MIDDLING, self._greatest)
+        key = projection.d_in, projection.channels, tokens, rank
+        found = self._chosen.get(key)
+        if found is None:  # called for every layer of a step that is not captured
+            found = self._chosen[key] = self._choose(*key)
+        return found
+
+    def _choose(self, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> Choice:
+        phase: Phase = "decode" if tokens <= self._decode else "prefill"
+        for ask in (choose, choose_pair):
+            found = ask(self.table, phase, d_in, channels, tokens, rank)
+            if not found.native:
+                return found
+        return _FALLBACK[phase]
+
+    def bounds(self, tokens: int) -> list[int]:
+        """Lengths of steps, up to ``tokens``, behind each of which another choice may come."""
+        known = {entry.tokens for entry in self.table.entries} | {self._decode, tokens}
+        return sorted(bound for bound in known if bound <= tokens)
+
+    def tiles(self) -> set[int]:
+        """Heights of segments that a choice may ask for."""
+        return {choice.tile for _, _, choice in self._choices()}
+
+    def planes(self, tokens: int) -> int:
+        """The most planes times tokens that a choice for up to ``tokens`` tokens may ask for."""
+        return max(
+            min(tokens, max(bound, tokens if bound == _last(self.table, phase) else 0)) * choice.planes
+            for phase, bound, choice in self._choices()
+        )
+
+    def _choices(self) -> list[tuple[Phase, int, Choice]]:
+        found = [
+            (entry.phase, entry.tokens, Choice.from_json(value))
+            for entry in self.table.entries
+            for value in (entry.choice, entry.pair)
+        ]
+        return found + [(phase, _last(self.table, phase), choice) for phase, choice in _FALLBACK.items()]
+
+
+def _last(table: Table, phase: Phase) -> int:
+    return max(entry.tokens for entry in table.entries if entry.phase == phase)
