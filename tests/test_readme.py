@@ -63,6 +63,7 @@ COMPARED = (
     ("times_floor", ".auto"),
     ("times_floor", ".native"),
 )
+SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
 # (target, machine) -> what docs/kernels.md states of it
 MEASURED = {
     ("dispatch", "h200"): (
@@ -75,16 +76,23 @@ MEASURED = {
         *("worst_cell", "cells_above_097", "worst_cell_flushed", "worst_cell.over_csgmv"),
         *("geomean.lora", "geomean.lora_flushed", "geomean.lora.over_csgmv", "cases", "cases_failed"),
     ),
-    ("shrink_ablation", "h200"): tuple(
-        f"{what}.{grid}{which}"
-        for grid in ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
-        for what, which in COMPARED
-    )
-    + ("cases", "cases_failed"),
+    ("shrink_ablation", "h200"): (
+        *(f"{what}.{grid}{which}" for grid in SHRINKS for what, which in COMPARED),
+        *("cases", "cases_failed"),
+    ),
     ("expand_ablation", "h200"): (
-        *(f"{what}.{grid}{which}" for grid in ("expand_decode", "expand_prefill") for what, which in COMPARED),
+        *(
+            f"{what}.{grid}{which}"
+            for grid in ("expand_decode", "expand_prefill")
+            for what, which in COMPARED
+        ),
         *("ablation.all.staged16.over_limit1", "ablation.prefill.staged16.over_limit1"),
-        *("ablation.all.staged16.over_unstaged", "ablation.all.staged16.over_native", "cases", "cases_failed"),
+        *(
+            "ablation.all.staged16.over_unstaged",
+            "ablation.all.staged16.over_native",
+            "cases",
+            "cases_failed",
+        ),
     ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
