@@ -27,8 +27,6 @@ class Pool(Protocol):
 
     def operands(self, name: str) -> tuple[Tensor, Tensor]: ...
 
-    def greatest_rank(self, name: str) -> int: ...
-
 
 class Batch:
     """Buffers for steps of up to ``tokens`` tokens over ``slots`` slots, made once.
@@ -131,7 +129,6 @@ class Applied:
         self._a, self._b = pool.operands(projection.name)
         self._table = pool.tables[projection.name].tensor
         self._slices = projection.slices
-        self._pool = pool
         self._batch = batch
         self._projection = projection
         self._kernels = kernels
@@ -153,8 +150,7 @@ class Applied:
             # not through torch's dispatcher once more: what an engine may compile calls this from inside an op
             cpu.lora(x, self._a, self._b, self._table, plan, z, y, self._slices)
             return
-        loaded = self._pool.greatest_rank(self._projection.name)
-        self._run(y, x, self._kernels.choose(self._projection, tokens, loaded), step)
+        self._run(y, x, self._kernels.choose(self._projection, tokens), step)
 
     def warm(self) -> None:
         """Run every kernel that a step may take, on tokens without adapters: none is then compiled while requests wait.
@@ -171,11 +167,10 @@ class Applied:
             y = torch.zeros((1, sum(self._projection.channels)), dtype=dtype, device=device).expand(
                 tokens, -1
             )
-            for loaded in (0, self._batch.rank):
-                choice = self._kernels.choose(self._projection, tokens, loaded)
-                if (key := str(choice.to_json())) not in seen:
-                    seen.add(key)
-                    self._run(y, x, choice, None)
+            choice = self._kernels.choose(self._projection, tokens)
+            if (key := str(choice.to_json())) not in seen:
+                seen.add(key)
+                self._run(y, x, choice, None)
 
     def _run(self, y: Tensor, x: Tensor, choice: Choice, step: object) -> None:
         tokens = x.shape[0]

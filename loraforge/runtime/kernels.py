@@ -26,8 +26,8 @@ class Kernels:
     """
 
     def __init__(self, table: Table, requests: int, ranks: Mapping[str, int], greatest: int) -> None:
-        """requests: that the engine runs at once. ranks: typical live rank by a module's last name, where known.
-        greatest: rank that an adapter may have."""
+        """requests: that the engine runs at once. ranks: mean live rank by a module's last name, where known. greatest:
+        rank that an adapter may have."""
         self.table = table
         self._decode = min(requests, _last(table, "decode"))
         self._ranks = ranks
@@ -41,12 +41,13 @@ class Kernels:
         """From the table that ships for a device."""
         return cls(load_table(torch.cuda.get_device_name(device)), requests, ranks, greatest)
 
-    def choose(self, projection: Projection, tokens: int, loaded: int) -> Choice:
+    def choose(self, projection: Projection, tokens: int) -> Choice:
         """For a step of ``tokens`` tokens; any choice gives the same sums.
 
-        loaded: the greatest rank in the slots, which counts where no typical one was given; 0 where nothing is.
+        What lies in the slots has no part in it: captured graphs keep the choice that they were captured with, and all
+        choices are compiled before requests come.
         """
-        rank = self._ranks.get(projection.name.rpartition(".")[2]) or loaded or min(_MIDDLING, self._greatest)
+        rank = self._ranks.get(projection.name.rpartition(".")[2]) or min(_MIDDLING, self._greatest)
         key = projection.d_in, projection.channels, tokens, rank
         found = self._chosen.get(key)
         if found is None:  # called for every layer of a step that is not captured

@@ -86,7 +86,6 @@ class RaggedPool:
             for place, name in enumerate(names):
                 self.tables[name] = SlotTable.of(self._rows[slices][place])
         self._blocks: dict[int, _Block] = {}
-        self._greatest: dict[str, int] = {}  # as asked since a slot last changed
 
     @property
     def capacity_bytes(self) -> int:
@@ -120,14 +119,6 @@ class RaggedPool:
         """What the offsets of A and of B in the table of a projection count the elements of."""
         return self.buffer, self.buffer
 
-    def greatest_rank(self, name: str) -> int:
-        """The most live directions that an adapter in a slot has in a slice of a projection; 0 where none has any."""
-        found = self._greatest.get(name)
-        if found is None:
-            ranks = (max(block.adapter.ranks.get(name, (0,))) for block in self._blocks.values())
-            found = self._greatest[name] = max(ranks, default=0)
-        return found
-
     def pack(self, factors: Mapping[str, Sequence[Factors | None]]) -> Packed:
         """Put an adapter into the form that :meth:`load` takes; see :meth:`Layout.pack`."""
         return self.layout.pack(factors, pin=self._pin)
@@ -146,7 +137,6 @@ class RaggedPool:
         units = data.numel() // self._unit
         start = self._room(units) if units else 0
         self._blocks[slot] = _Block(start, units, adapter)
-        self._greatest.clear()
         begin = start * self._unit
         self.buffer[begin : begin + data.numel()].copy_(data, non_blocking=True)
         self._place(slot)
@@ -158,7 +148,6 @@ class RaggedPool:
         block = self._blocks.pop(slot, None)
         if block is None:
             return
-        self._greatest.clear()
         for rows in self._rows.values():
             rows[:, slot].zero_()
         if block.units:

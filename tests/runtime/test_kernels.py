@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -45,28 +47,24 @@ TABLE = _table(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "loaded", "wanted"),
+    ("tokens", "rank", "wanted"),
     [
         (1, 4, FAST),
         (32, 8, FAST),
         (32, 9, PAIR),  # above the bucket
-        (32, 0, PAIR),  # nothing loaded: a middling rank
+        (32, None, PAIR),  # not known: a middling rank
         (100, 8, PAIR),  # native is the engine's, the pair is ours
         (129, 8, Choice(Kernel("triton"), Kernel("triton"), tile=64)),  # both native: what serves any shape
         (9000, 8, PROMPT),
     ],
 )
-def test_the_table_is_asked_by_phase_tokens_and_rank(tokens: int, loaded: int, wanted: Choice) -> None:
-    assert Kernels(TABLE, 1024, {}, 64).choose(DOWN, tokens, loaded) == wanted
+def test_the_table_is_asked_by_phase_tokens_and_rank(tokens: int, rank: int | None, wanted: Choice) -> None:
+    ranks = {"qkv_proj": 64} | ({} if rank is None else {"down_proj": rank})
+    assert Kernels(TABLE, 1024, ranks, 64).choose(DOWN, tokens) == wanted
 
 
 def test_a_step_of_more_tokens_than_requests_holds_prompts() -> None:
-    assert Kernels(TABLE, 16, {}, 64).choose(DOWN, 17, 8).tile == 64
-
-
-def test_a_typical_rank_that_is_given_counts() -> None:
-    kernels = Kernels(TABLE, 1024, {"down_proj": 3, "qkv_proj": 64}, 64)
-    assert kernels.choose(DOWN, 8, 64) == FAST
+    assert Kernels(TABLE, 16, {}, 64).choose(DOWN, 17).tile == 64
 
 
 def test_every_choice_comes_up_to_one_of_the_bounds() -> None:
@@ -75,18 +73,17 @@ def test_every_choice_comes_up_to_one_of_the_bounds() -> None:
     assert bounds == [32, 128, 512, 1000]
     for tokens in range(1, 1001):
         bound = next(bound for bound in bounds if bound >= tokens)
-        assert kernels.choose(DOWN, tokens, 8) == kernels.choose(DOWN, bound, 8)
+        assert kernels.choose(DOWN, tokens) == kernels.choose(DOWN, bound)
 
 
 def test_buffers_are_large_enough_for_every_choice() -> None:
-    for table in (TABLE, load_table("generic")):
-        kernels = Kernels(table, 300, {}, 64)
+    for table, rank in product((TABLE, load_table("generic"), load_table("NVIDIA H200")), (1, 8, 64, 200)):
+        kernels = Kernels(table, 300, {"down_proj": rank}, 256)
+        room, tiles = kernels.planes(9000), kernels.tiles()
         for tokens in (1, 31, 64, 300, 301, 2048, 9000):
-            room, tiles = kernels.planes(9000), kernels.tiles()
-            for rank in (1, 8, 64, 200):
-                choice = kernels.choose(DOWN, tokens, rank)
-                assert choice.planes * tokens <= room
-                assert choice.tile in tiles
+            choice = kernels.choose(DOWN, tokens)
+            assert choice.planes * tokens <= room
+            assert choice.tile in tiles
 
 
 def test_all_choices_give_the_same_sums() -> None:

@@ -239,8 +239,8 @@ def geomean(values: Sequence[float]) -> float:
 
 def compared(found: Sequence[Cell], name: str) -> Summary:
     """Summary keys of one grid: the automatic choice and every kernel of ours over the best native one (tuned ones
-    included), warm and flushed; over CSGMV, the better of shipped and tuned, and as shipped where that ran; and how many
-    times the floor ours and the best native one take."""
+    included), warm and flushed; over CSGMV, the better of shipped and tuned, and as shipped where that ran; and how
+    many times the floor ours and the best native one take."""
     summary: Summary = {}
     for cache, suffix in (("warm", ""), ("flushed", ".flushed")):
         if values := speedups(found, AUTO, NATIVE, cache):

@@ -20,7 +20,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {  # flag -> key, and what argpar
 
 @dataclass(frozen=True)
 class Options:
-    """pool: one of POOLS. pool_bytes: capacity, None for adapters of the largest rank in every slot. ranks: typical
+    """pool: one of POOLS. pool_bytes: capacity, None for adapters of the largest rank in every slot. ranks: mean
     live rank by a module's last name, for the choice of kernels alone."""
 
     pool: str = "ragged"
