@@ -121,7 +121,7 @@ class PointRecord(_Record):
     requests: str = Field(description="file of the requests, relative to the folder of records")
     requests_file_sha256: Sha256
     untimed: dict[str, int] = Field(description="requests of each untimed pass before the timed one")
-    untimed_failed: int = Field(ge=0)
+    untimed_failed: int = Field(ge=0, description="of those, requests that failed")
     failures: dict[str, int] = Field(description="requests that failed, by reason")
     started: str = Field(description="UTC of the timed window's start, ISO 8601")
     ended: str = Field(description="UTC, ISO 8601")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -98,6 +98,23 @@ def run_sweep(
     return runner.outcome
 
 
+@dataclass(frozen=True)
+class _Running:
+    """An arm's engines while they serve, by fleet. untimed, failed: requests of the pass after their start."""
+
+    arm: Arm
+    start: int
+    engines: Mapping[str, Engine]
+    counters: Mapping[str, Path]
+    untimed: Mapping[str, int] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Where each fleet is served."""
+        return {name: engine.url for name, engine in self.engines.items()}
+
+
 class _Runner:
     """One run into a folder."""
 
@@ -171,12 +188,12 @@ class _Runner:
                     }
                 )
                 say(f"{arm}: healthy after {healthy_s:.1f} s")
-                conditioned, trouble = self._condition(arm, engines)
+                running, trouble = self._condition(_Running(arm, number, engines, counters))
                 self._add(start.model_copy(update={"failure": trouble}))
                 if trouble is not None:
                     self._note(f"{arm}: {trouble}")
                     return
-                self._measure(arm, number, pending, engines, counters, conditioned)
+                self._measure(running, pending)
         except EngineError as error:
             if any(known.number == number for known in self.sweep.starts):
                 raise  # engines that served and cannot be ended: nothing may be measured beside them
@@ -184,24 +201,16 @@ class _Runner:
             self._add(start.model_copy(update={"failure": reason}))
             self.outcome.problems.append(f"{arm}: {error}")
 
-    def _measure(
-        self,
-        arm: Arm,
-        start: int,
-        pending: Sequence[tuple[float, int]],
-        engines: Mapping[str, Engine],
-        counters: Mapping[str, Path],
-        conditioned: dict[str, int],
-    ) -> None:
+    def _measure(self, running: _Running, pending: Sequence[tuple[float, int]]) -> None:
         for rate, seed in pending:
             if not self._has_time(self._point_s(rate)):
                 return
             try:
-                workload = self._workload(arm, rate, seed)
+                workload = self._workload(running.arm, rate, seed)
             except InputError as error:
-                self.outcome.problems.append(f"{arm} at rate {rate:g}, seed {seed}: {error}")
+                self.outcome.problems.append(f"{running.arm} at rate {rate:g}, seed {seed}: {error}")
                 continue
-            point = self._point(arm, start, workload, engines, counters, conditioned)
+            point = self._point(running, workload)
             self._add(point)
             say(_line(point))
             if point.stopped is not None:
@@ -214,46 +223,39 @@ class _Runner:
         else:
             self.outcome.problems.append(stopped)
 
-    def _point(
-        self,
-        arm: Arm,
-        start: int,
-        workload: Workload,
-        engines: Mapping[str, Engine],
-        counters: Mapping[str, Path],
-        conditioned: dict[str, int],
-    ) -> PointRecord:
+    def _point(self, running: _Running, workload: Workload) -> PointRecord:
+        arm = running.arm
         hashes = _hashes(workload)
         before: dict[str, Counters | None] = {}
         with progress(f"{arm} rate {hashes.rate:g} seed {hashes.seed}", hashes.requests) as ticker:
             run = replay(
                 workload,
-                {name: engine.url for name, engine in engines.items()},
+                running.urls,
                 self._options(arm),
                 warmup=self.experiment.warmup,
                 conditioning=self.experiment.conditioning == "point",
-                before=lambda: before.update(_snapshot(counters)),
+                before=lambda: before.update(_snapshot(running.counters)),
                 ticker=ticker,
             )
         ended = _now()
-        after = _snapshot(counters)
+        after = _snapshot(running.counters)
         windows = {
             name: _window(first, last)
             for name, first in before.items()
             if first is not None and (last := after[name]) is not None
         }
-        counted = len(windows) == len(engines)
+        counted = len(windows) == len(running.engines)
         peaks = [window.after.peak_allocated_bytes for window in windows.values()]
-        name = f"requests/{start:03d}-{arm}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
+        name = f"requests/{running.start:03d}-{arm}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
         write_run(self.out / name, run)
         return PointRecord(
             experiment=self.experiment.experiment,
             arm=arm.name,
             rate=hashes.rate,
             seed=hashes.seed,
-            start=start,
+            start=running.start,
             figures=summarise(run),
-            fleets={name: summarise(_of_fleet(run, name)) for name in engines},
+            fleets={name: summarise(_of_fleet(run, name)) for name in running.engines},
             loads=sum(window.loads for window in windows.values()) if counted else None,
             source_bytes=sum(window.source_bytes for window in windows.values()) if counted else None,
             pool_bytes=sum(window.after.lora_bytes for window in windows.values()) if counted else None,
@@ -264,21 +266,26 @@ class _Runner:
             workload=hashes,
             requests=name,
             requests_file_sha256=sha256_file(self.out / name),
-            untimed=conditioned | run.run.untimed,
-            untimed_failed=run.run.untimed_failed,
+            untimed={**running.untimed, **run.run.untimed},
+            untimed_failed=running.failed + run.run.untimed_failed,
             failures=failures(run.requests),
             started=run.run.started,
             ended=ended,
-            stopped=run.run.ended or _trouble(engines),
+            stopped=run.run.ended or _trouble(running.engines),
         )
 
-    def _condition(self, arm: Arm, engines: Mapping[str, Engine]) -> tuple[dict[str, int], str | None]:
-        """The pass after a start, if there is to be one: how many requests it had, and what went wrong."""
+    def _condition(self, running: _Running) -> tuple[_Running, str | None]:
+        """Make the pass after a start, if there is to be one; and what went wrong."""
         if self.experiment.conditioning != "start":
-            return {}, None
+            return running, None
         workload = self._drawn(*self._heaviest())
-        run = replay(workload, {name: engine.url for name, engine in engines.items()}, self._options(arm))
-        return {"conditioning at the start": len(run.requests)}, run.run.ended or _trouble(engines)
+        run = replay(workload, running.urls, self._options(running.arm))
+        passed = replace(
+            running,
+            untimed={"conditioning at the start": len(run.requests)},
+            failed=sum(failures(run.requests).values()),
+        )
+        return passed, run.run.ended or _trouble(running.engines)
 
     def _options(self, arm: Arm) -> Options:
         base_only = arm.weights is None

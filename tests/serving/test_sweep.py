@@ -326,11 +326,15 @@ def test_base_only_repeats_the_lengths_of_natural_answers(
         assert natural.workload.outputs_sha256 != base.workload.outputs_sha256
 
 
-def test_one_conditioning_pass_a_start(declare: Declare, tmp_path: Path) -> None:
-    path = declare(fleets=1, conditioning="start", arms=["original_native"])
+def test_one_conditioning_pass_a_start(declare: Declare, tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    make_adapter(tmp_path / "fleet0" / "original" / "short")
+    make_adapter(tmp_path / "fleet0" / "original" / "ok")
+    (tmp_path / "fleet0" / "base").mkdir()
+    path = declare(fleets=1, conditioning="start", warmup=0, arms=["original_native"])
     sweep(path)
     for point in read_sweep(tmp_path / "out").points:
-        assert point.untimed == {"conditioning at the start": 4, "warmup": 2}  # of rate 400, the heaviest
+        assert point.untimed_failed == 2
+        assert point.untimed == {"conditioning at the start": 4}  # of rate 400, the heaviest
 
 
 def test_an_arm_that_is_not_declared(declare: Declare) -> None:
