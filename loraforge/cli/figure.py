@@ -16,7 +16,8 @@ def figure(
         str,
         typer.Argument(
             help="spectra, allocation, quality, recompression, shrink_ablation, expand_ablation, expand_native,"
-            " dispatch, dispatch_map, dispatch_layers or cpu_ops",
+            " dispatch, dispatch_map, dispatch_layers, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency or"
+            " cpu_serving",
             show_default=False,
         ),
     ],

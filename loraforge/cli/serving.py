@@ -1,4 +1,4 @@
-"""``loraforge bench workload`` and ``serve``: seeded workloads, and their replay against a serving engine."""
+"""``loraforge bench workload``, ``serve`` and ``sweep``: seeded workloads, their replay, and whole experiments."""
 
 from __future__ import annotations
 
@@ -108,3 +108,97 @@ def serve(
             say(f"{run.run.ended}; {out} has what was seen until then")
             raise typer.Exit(code)
         raise LoraForgeError(run.run.ended, path=out, remedy="start the server again, and run again")
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="declared experiment (YAML)", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="folder of records, requests and logs", show_default=False)
+    ],
+    arms: Annotated[
+        str | None, typer.Option(help="comma-separated arms to run, of those declared; default: all")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option("--budget-seconds", min=1, help="begin nothing that would end later; default: no bound"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="where the paths of the experiment start")] = Path("."),
+    python: Annotated[
+        Path | None, typer.Option(help="interpreter that has the engine; default: as declared, or this one")
+    ] = None,
+) -> None:
+    """Run a serving experiment.
+
+    Starts each arm's engines once, replays the same workloads to all arms, and appends what it measures. The same
+    command goes on with a folder that is not complete; an arm whose engines fail is recorded so, and the next goes on.
+    """
+    from loraforge.errors import LoraForgeError
+    from loraforge.progress import say
+    from loraforge.serving.experiment import load_experiment
+    from loraforge.serving.sweep import run_sweep
+
+    chosen = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
+    outcome = run_sweep(
+        load_experiment(config), root, out, arms=chosen, budget_s=budget_seconds, python=python
+    )
+    if outcome.interrupted is not None:
+        say(f"{outcome.interrupted}; run the same command again to resume")
+        raise typer.Exit(_CODES[outcome.interrupted])
+    for problem in outcome.problems:
+        say(problem)
+    if outcome.problems:
+        raise LoraForgeError(
+            f"{outcome.left} points are not measured",
+            path=out,
+            remedy="mend that, and run the same command again",
+        )
+    if outcome.left:
+        say(f"{outcome.left} points are left; run the same command again to go on")
+
+
+@app.command()
+def shapes(
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--out", help="folder for FLEET/base, FLEET/original, ...", show_default=False),
+    ],
+    fleets: Annotated[str, typer.Option(help="comma-separated shape fleets")] = "qwen50,llama35",
+    weights: Annotated[
+        str, typer.Option(help="comma-separated compressed sets beside the original: uniform, spectral")
+    ] = "uniform,spectral",
+    budget: Annotated[str, typer.Option(help="of the compressed sets")] = "1/12",
+    spectra: Annotated[
+        Path | None, typer.Option(help="records of measured spectra that a shape fleet draws from")
+    ] = None,
+) -> None:
+    """Make shape fleets to serve, on a GPU.
+
+    Random base weights with a tokenizer, original adapters, and compressed ones of the same originals. What is there
+    stays.
+    """
+    import torch
+
+    from loraforge.bench.fleets import SEED, measured_spectra
+    from loraforge.errors import MissingDependencyError, UsageError
+    from loraforge.fleet.shapes import shape_fleet
+    from loraforge.serving.arms import Weights
+    from loraforge.serving.shapes import CONFIGS, write_served_fleet
+
+    kinds: dict[str, Weights] = {"uniform": "uniform", "spectral": "spectral"}
+    asked = [name.strip() for name in weights.split(",") if name.strip()]
+    if odd := [name for name in asked if name not in kinds]:
+        raise UsageError(f"{odd[0]!r} is no policy", key="--weights", remedy="give uniform, spectral or both")
+    if not torch.cuda.is_available():
+        raise MissingDependencyError("needs a GPU, and there is none here", key="bench shapes")
+    for fleet in [shape_fleet(name.strip()) for name in fleets.split(",") if name.strip()]:
+        write_served_fleet(
+            fleet,
+            CONFIGS[fleet.base_model],
+            out / fleet.name,
+            torch.device("cuda"),
+            SEED,
+            weights=[kinds[name] for name in asked],
+            budget=budget,
+            pool=measured_spectra(spectra),
+        )

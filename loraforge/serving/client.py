@@ -11,7 +11,7 @@ import errno
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -106,12 +106,14 @@ def replay(
     *,
     warmup: int = 0,
     conditioning: bool = False,
+    before: Callable[[], None] | None = None,
     ticker: Ticker | None = None,
 ) -> Run:
     """Replay a workload and return its records; interrupted or not, whatever was seen is in them.
 
     urls: fleet -> server. warmup: requests sent first and not recorded. conditioning: send the whole workload once,
-    untimed, before the timed replay. ticker: advanced once a timed request. SIGINT and SIGTERM end the replay, and so
+    untimed, before the timed replay. before: called after these passes, before the clock starts: for snapshots.
+    ticker: advanced once a timed request. SIGINT and SIGTERM end the replay, and so
     does an address where nobody listens any more: ``run.ended`` then says why. Raises InputError where a fleet has no
     server, or no engine answers there.
     """
@@ -121,7 +123,7 @@ def replay(
             key="url",
             remedy=f"pass --url {min(missing)}=http://...",
         )
-    return asyncio.run(_passes(workload, urls, options, warmup, conditioning, ticker))
+    return asyncio.run(_passes(workload, urls, options, warmup, conditioning, before, ticker))
 
 
 async def _passes(
@@ -130,6 +132,7 @@ async def _passes(
     options: Options,
     warmup: int,
     conditioning: bool,
+    before: Callable[[], None] | None,
     ticker: Ticker | None,
 ) -> Run:
     _allow_connections(len(workload.requests))
@@ -140,15 +143,19 @@ async def _passes(
     failed = 0
     stopped = _Stopped()
     with stopped.by_signals():
-        before = {"warmup": workload.first(warmup)} if warmup else {}
+        passes = {"warmup": workload.first(warmup)} if warmup else {}
         if conditioning:
-            before["conditioning"] = workload
-        for name, part in before.items():
+            passes["conditioning"] = workload
+        for name, part in passes.items():
             rows = await _Replay(part, servers, bases, options, stopped).run()
             untimed[name] = len(rows)
             failed += sum(row.failure is not None for row in rows)
+        if before is not None:
+            before()
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         rows = await _Replay(workload, servers, bases, options, stopped, ticker).run()
+    if stopped.why is None and any(row.failure is not None for row in rows):
+        await _missed(servers, stopped)
     header = workload.header
     return Run(
         run=RunRecord(
@@ -170,6 +177,15 @@ async def _passes(
         ),
         requests=tuple(rows),
     )
+
+
+async def _missed(servers: Mapping[str, str], stopped: _Stopped) -> None:
+    """Say so where a server went away after the last request was sent, when nobody was refused any more."""
+    for url in servers.values():
+        try:
+            await base_model(url)
+        except InputError:
+            stopped.set(f"no engine answers at {url} any more")
 
 
 class _Stopped:

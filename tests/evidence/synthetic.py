@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from synthetic_serving import ARMS, serving
 
 from loraforge.files import sha256_text, write_json, write_jsonl
 
@@ -368,6 +369,7 @@ MAKERS = {
     "end_to_end_compression": end_to_end,
     **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
     "cpu_ops": cpu_ops,
+    **{name: partial(serving, name) for name in ARMS},
 }
 
 

@@ -28,6 +28,7 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "recompression": ({},),
     "cpu_ops": ({"grid": True}, {}, {"engine": False}),
+    **{name: ({"grid": True}, {}, {"seeds": (101,)}) for name in synthetic.ARMS},
 }
 KERNEL_FIGURES = [name for name in FIGURES if name not in SIZES]
 SIZES |= {name: ({"grid": True}, {}) for name in KERNEL_FIGURES}
@@ -42,6 +43,7 @@ SAMPLES = {
     "dispatch": "8 cases a point",
     "dispatch_map": "8 cases a cell",
     "dispatch_layers": "medians summed over the four projections",
+    **dict.fromkeys(synthetic.ARMS, "1,700 requests and 3 seeds a point"),
 }
 SHAPES: dict[str, Any] = {"shapes": ("qwen50", "llama35")}
 WHOLE: dict[str, Any] = SHAPES | {"whole": True}
@@ -98,7 +100,7 @@ def test_same_table_gives_the_same_bytes(name: str, size: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_stays_text_and_says_n_host_and_date(name: str, tmp_path: Path) -> None:
     words = words_of(name, made(name, SIZES[name][0]), tmp_path)
-    assert ("Fleet smol: " in words) == (name not in [*KERNEL_FIGURES, "cpu_ops"])
+    assert ("Fleet smol: " in words) == (name not in [*KERNEL_FIGURES, *synthetic.ARMS, "cpu_ops"])
     assert "(cpu2), 2026-11-29 · cpu protocol" in words
     assert SAMPLES.get(name, "24 adapters") in words
 

@@ -31,6 +31,7 @@ class CompletionsServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     peers: set[Any] = field(default_factory=set)
+    seen: list[str] = field(default_factory=list)
     url: str = ""
 
     def app(self) -> web.Application:
@@ -88,6 +89,7 @@ class CompletionsServer:
         assert request.transport is not None
         self.peers.add(request.transport.get_extra_info("peername"))
         how = asked.get("lora_path", asked["model"])
+        self.count(how)
         if how == "e404":
             return web.json_response({"error": {"message": f"The model `{how}` does not exist."}}, status=404)
         if how == "e500":
@@ -124,6 +126,31 @@ class CompletionsServer:
         await answer.write(b"data: [DONE]\n\n")
         return answer
 
+    def count(self, adapter: str | None = None) -> None:
+        """Write the counters that an engine's plugin would, of one byte a load."""
+        if (path := os.environ.get("LORAFORGE_COUNTERS")) is None or adapter in ("base", *self.seen):
+            return
+        self.seen += [adapter] if adapter else []
+        loads = len(self.seen)
+        values = {
+            "execution": "loraforge",
+            "pool": "ragged",
+            "loads": loads,
+            "unloads": 0,
+            "source_bytes": loads,
+        }
+        values |= {
+            "moves": 0,
+            "capacity_bytes": 64,
+            "live_bytes": loads,
+            "lora_bytes": 100,
+            "adapters": loads,
+        }
+        temporary = f"{path}.new"
+        with open(temporary, "w", encoding="utf-8") as stream:
+            json.dump(values | {"peak_allocated_bytes": None}, stream)
+        os.replace(temporary, path)
+
     async def _send(self, answer: web.StreamResponse, event: dict[str, Any], piece: int = 1 << 16) -> None:
         data = b": comment\r\ndata: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n"
         for at in range(0, len(data), piece):
@@ -140,11 +167,13 @@ def main() -> None:
     parser.add_argument("--first-s", type=float, default=0.0)
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--crash", action="store_true")
+    parser.add_argument("--crash-as", default="", help="the arm that crashes")
+    parser.add_argument("--arm", default="")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and have a child that does")
     options = parser.parse_args()
     print("loading weights", flush=True)
     time.sleep(options.start_s)
-    if options.crash:
+    if options.crash or (options.crash_as and options.crash_as == options.arm):
         sys.exit("RuntimeError: out of memory in the worker")
     loop = asyncio.new_event_loop()
     if options.stubborn:
@@ -153,7 +182,9 @@ def main() -> None:
         print(f"child {child.pid} of {os.getpid()}", flush=True)
 
     async def serve() -> None:
-        await CompletionsServer(options.first_s, options.token_s).listen(options.port)
+        server = CompletionsServer(options.first_s, options.token_s)
+        server.count()
+        await server.listen(options.port)
         await asyncio.Event().wait()
 
     loop.run_until_complete(serve())

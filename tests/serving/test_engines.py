@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from server import CompletionsServer
 
 from loraforge.errors import OutputError, UsageError
 from loraforge.serving.client import Options, replay
-from loraforge.serving.engines import Engine, EngineConfig, EngineError, command
+from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, serving
 from loraforge.serving.metrics import failures
 from loraforge.serving.workload import make_workload
 
@@ -130,6 +132,45 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path: Path, port: int, vanish:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
+
+
+def test_several_start_at_once_and_end_together(tmp_path: Path, vanish: list[int]) -> None:
+    two = [engine(free_port(), tmp_path / f"{place}.log", "--start-s", "1.5") for place in range(2)]
+    started = time.monotonic()
+    with serving(two):
+        vanish += [running.pid for running in two if running.pid is not None]
+        assert len(vanish) == 2
+        assert all(running.trouble() is None for running in two)
+        os.kill(vanish[0], signal.SIGKILL)
+        while two[0].poll() is None:
+            time.sleep(0.02)
+        assert two[0].trouble() == "ended with SIGKILL"
+    assert time.monotonic() - started < 60
+
+
+def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+    good = engine(free_port(), tmp_path / "good.log")
+    bad = engine(free_port(), tmp_path / "bad.log", "--crash")
+    with (
+        pytest.raises(EngineError, match="ended with exit status 1 before it was healthy"),
+        serving([good, bad]),
+    ):
+        pass
+    assert good.pid is None
+
+
+def test_a_signal_waits_until_all_are_gone(tmp_path: Path, vanish: list[int]) -> None:
+    stubborn = engine(free_port(), tmp_path / "engine.log", "--stubborn", stop_s=1.0)
+
+    def end() -> None:
+        with serving([stubborn]):
+            assert stubborn.pid is not None
+            vanish.append(stubborn.pid)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # while it is being ended
+
+    with pytest.raises(KeyboardInterrupt):
+        end()
+    assert stubborn.pid is None
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

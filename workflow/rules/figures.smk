@@ -121,6 +121,36 @@ rule cpu_ops:
         figure_files("cpu_ops"),
 
 
+rule mixed_serving_vllm:
+    """Both fleets on one device in vLLM, four arms over offered rates (Fig. 12); on a GPU with vLLM it is run again."""
+    input:
+        lambda wildcards: serving_figures("mixed_serving_vllm"),
+
+
+rule six_cell:
+    """Weights by execution, throughput, latencies and memory (Fig. 7, Table 3); run where mixed_serving_vllm is."""
+    input:
+        lambda wildcards: serving_figures("six_cell"),
+
+
+rule fixed_work:
+    """The deployed arms with equal output counts, and their paging (Fig. 16, Table 4); run where the others are."""
+    input:
+        lambda wildcards: serving_figures("fixed_work"),
+
+
+rule residency:
+    """Weights by execution by room for some or all adapters (Fig. 8); run where the others are."""
+    input:
+        lambda wildcards: serving_figures("residency"),
+
+
+rule cpu_serving:
+    """Real adapters and prompts on a real server, on processors; its environment is made here where there are wheels."""
+    input:
+        lambda wildcards: serving_figures("cpu_serving"),
+
+
 rule compressed_fleet:
     """The compressed fleet of the configuration's export section."""
     input:

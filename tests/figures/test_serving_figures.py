@@ -1,0 +1,129 @@
+"""Figures of serving say which engine served what, how lengths were fixed, and what deviates over seeds."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_serving import ARMS, serving
+
+from loraforge.evidence.tables import Table, from_csv, to_csv
+from loraforge.evidence.targets import TARGETS
+from loraforge.figures import module_of, style, table_of
+from loraforge.figures import serving as shared
+
+CONTEXT = style.Context("smol", "h200", "NVIDIA H200", "2026-11-29", "reduced")
+BARS = ("six_cell", "fixed_work", "residency")
+
+
+def made(target: str, records: list[dict[str, Any]]) -> Table:
+    parsed = TARGETS[target].parse([json.dumps(record) for record in records], "records")
+    return from_csv(to_csv(table_of(target, parsed)), "table")
+
+
+def words_of(target: str, table: Table, tmp_path: Path) -> str:
+    style.save(module_of(target).draw(table, CONTEXT), tmp_path / "f.svg", tmp_path / "f.png")
+    return " ".join(" ".join(ET.parse(tmp_path / "f.svg").getroot().itertext()).split())
+
+
+@pytest.mark.parametrize("target", list(ARMS))
+def test_engine_device_lengths_and_deviations_are_said(target: str, tmp_path: Path) -> None:
+    words = words_of(target, made(target, serving(target)), tmp_path)
+    assert "vllm 0.26.0, fleet" in words
+    assert "NVIDIA H200 (h200), 2026-11-29" in words
+    assert "log-normal, mean 50, 1–512 tokens" in words
+    assert ("Output lengths are fixed" in words) == (target != "cpu_serving")
+    assert ("Answers end by themselves" in words) == (target == "cpu_serving")
+    assert ("repeats the lengths of: Spectral, LoRAForge" in words) == (target == "cpu_serving")
+    assert ("Shape fleets: random base weights" in words) == (target != "cpu_serving")
+    assert "Whiskers: standard deviation over seeds" in words
+    assert "Compressed weights have a budget of 1/12" in words
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    table = made("cpu_serving", serving("cpu_serving", seeds=(101,)))
+    assert all(row["std"] is None for row in table)
+    assert "Whiskers" not in words_of("cpu_serving", table, tmp_path)
+
+
+def test_the_table_has_means_deviations_and_gains() -> None:
+    records = serving("mixed_serving_vllm")
+    for record in records:
+        if record["record"] == "point" and record["rate"] == 16.0:
+            even = record["seed"] == 102
+            speed = {"original_native": 100.0, "spectral_loraforge": 150.0}.get(record["arm"], 120.0)
+            record["figures"]["tok_s"] = speed + (20.0 if even else 0.0)
+    rows = {
+        (row["panel"], row["arm"], row["name"], row["rate"]): row
+        for row in made("mixed_serving_vllm", records)
+    }
+    average = rows["tok_s", "original_native", None, 16]
+    assert (average["value"], average["n"]) == (pytest.approx(110.0), 2)
+    assert average["std"] == pytest.approx(20 / 2**0.5)
+    gain = rows["gain", "spectral_loraforge", "original_native", 16]
+    assert gain["value"] == pytest.approx((1.5 * 170 / 120) ** 0.5)
+    assert rows["pool_gib", "original_native", None, None]["value"] == pytest.approx(24.0)
+
+
+def test_failures_and_missing_points_are_said(tmp_path: Path) -> None:
+    records = serving("mixed_serving_vllm")
+    records[2]["figures"] = records[2]["figures"] | {"failed": 3}
+    records[-1]["stopped"] = "interrupted by SIGTERM"
+    words = words_of("mixed_serving_vllm", made("mixed_serving_vllm", records), tmp_path)
+    assert "3 of 30,600 requests failed" in words
+    assert "2 of 20 points are not shown" in words
+
+
+@pytest.mark.parametrize("target", BARS)
+def test_every_arm_has_a_bar_and_memory_is_shown_once(target: str) -> None:
+    table = made(target, serving(target))
+    figure = module_of(target).draw(table, CONTEXT)
+    drawn = [axes for axes in figure.axes if axes.axison]
+    rates = {row["rate"] for row in table if row["panel"] == "tok_s"}
+    throughput = [axes for axes in drawn if axes.get_title(loc="left").endswith("Throughput")]
+    assert len(throughput) == len(rates)
+    for axes in throughput:
+        assert [label.get_text() for label in axes.get_yticklabels()] == [
+            shared.label_of(arm) for arm in ARMS[target]
+        ]
+        assert len(axes.patches) == len(ARMS[target])
+    once = [
+        axes
+        for axes in drawn
+        if axes.get_title(loc="left").split(" ", 1)[1] in ("Peak allocated", "Held for LoRA")
+    ]
+    assert len(once) == (target != "fixed_work")
+
+
+def test_bars_name_what_execution_alone_gains(tmp_path: Path) -> None:
+    table = made("six_cell", serving("six_cell"))
+    gains = {
+        (row["arm"], row["rate"]): row["value"]
+        for row in table
+        if row["panel"] == "gain" and str(row["name"]).endswith("_native") and row["arm"] != "spectral_native"
+        and str(row["arm"]).split("_")[0] == str(row["name"]).split("_")[0]
+    }  # fmt: skip
+    assert len(gains) == 6
+    words = words_of("six_cell", table, tmp_path)
+    for value in gains.values():
+        assert f"({float(value or 0):.2f}×)" in words
+
+
+def test_arms_differ_in_marker_and_in_line_or_hatch() -> None:
+    looks = list(shared.ARMS.values())
+    assert len({look.marker for look in looks}) == len(looks)
+    for weights in ("original", "uniform", "spectral"):
+        native, ours = (shared.ARMS[f"{weights}_{by}"] for by in ("native", "loraforge"))
+        assert native.line != ours.line
+        assert native.hatch != ours.hatch
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1234.4, "1,234"), (99.6, "100"), (20.4, "20"), (7.84, "7.8"), (0.123, "0.12")],
+)
+def test_values_are_shown_to_two_or_three_digits(value: float, text: str) -> None:
+    assert shared.shown(value) == text

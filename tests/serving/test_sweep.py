@@ -1,0 +1,385 @@
+"""Whole experiments against real server processes: records, turns, resumption, and every way to end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from adapter_folders import MakeAdapter
+from server import CompletionsServer
+from test_engines import exists, free_port
+
+from loraforge.errors import InputError, UsageError
+from loraforge.files import sha256_file
+from loraforge.serving.experiment import Experiment, load_experiment
+from loraforge.serving.points import RECORDS, read_sweep
+from loraforge.serving.records import read_run
+from loraforge.serving.sweep import run_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("server.py")
+Declare = Callable[..., Path]
+
+
+@pytest.fixture
+def declare(tmp_path: Path, make_adapter: MakeAdapter) -> Declare:
+    """Write an experiment of two fleets, each with adapters x and y, and return its file."""
+
+    def write(*server: str, fleets: int = 2, **changed: Any) -> Path:
+        declared = {}
+        for number in range(fleets):
+            folder = tmp_path / f"fleet{number}"
+            if not folder.exists():
+                for name in ("x", "y"):
+                    make_adapter(folder / "original" / name)
+                    make_adapter(folder / "spectral" / name, r=2)
+                (folder / "base").mkdir()
+            declared[f"f{number}"] = {
+                "base": f"fleet{number}/base",
+                "adapters": {kind: f"fleet{number}/{kind}" for kind in ("original", "spectral")},
+                "port": free_port(),
+                "context": 64,
+                "vocabulary": {"high": 100, "tokens": {"kind": "fixed", "tokens": 3}},
+                "output_tokens": {"kind": "uniform", "low": 2, "high": 5},
+                "command": [sys.executable, str(SERVER), "--port", "{port}", "--arm", "{arm}", *server],
+            }
+        experiment = {
+            "experiment": "small",
+            "protocol": "cpu",
+            "engine": "vllm",
+            "fleets": declared,
+            "arms": ["original_native", "spectral_loraforge", "base_only"],
+            "points": [
+                {"rate": 200, "requests": 3, "seeds": [1, 2]},
+                {"rate": 400, "requests": 2, "seeds": [1]},
+            ],
+            "warmup": 2,
+            "start_s": 30,
+            **changed,
+        }
+        path = tmp_path / "experiment.yaml"
+        path.write_text(yaml.safe_dump(experiment))
+        return path
+
+    return write
+
+
+def sweep(path: Path, **options: Any) -> Any:
+    return run_sweep(load_experiment(path), path.parent, path.parent / "out", **options)
+
+
+def process(path: Path, *arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "loraforge", "bench", "sweep", str(path), "-o", str(path.parent / "out")]
+    return subprocess.Popen(
+        [*line, "--root", str(path.parent), *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def servers(path: Path) -> list[int]:
+    """Process ids of the servers of an experiment that run, found by their ports."""
+    ports = {str(fleet.port) for fleet in load_experiment(path).fleets.values()}
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_text().split("\0")
+        except OSError:
+            continue
+        if str(SERVER) in words and ports & set(words) and exists(int(entry.parent.name)):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def wait_for(holds: Callable[[], object], for_s: float = 30.0) -> None:
+    deadline = time.monotonic() + for_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_every_arm_serves_every_point_on_one_start(declare: Declare, tmp_path: Path) -> None:
+    path = declare()
+    outcome = sweep(path)
+    assert (outcome.interrupted, outcome.problems, outcome.left) == (None, [], 0)
+    assert servers(path) == []
+    found = read_sweep(tmp_path / "out")
+    arms = ("original_native", "spectral_loraforge", "base_only")
+    assert [start.arm for start in found.starts] == list(arms) == list(found.setting.arms)
+    grid = [(200.0, 1), (200.0, 2), (400.0, 1)]
+    assert [point.key for point in found.points] == [(arm, *key) for arm in arms for key in grid]
+    assert {point.start for point in found.points if point.arm == "base_only"} == {2}
+    for point in found.points:
+        stated = next(item for item in found.setting.workloads if (item.rate, item.seed) == point.key[1:])
+        assert point.workload == stated  # the same bytes for all arms
+        file = tmp_path / "out" / point.requests
+        assert sha256_file(file) == point.requests_file_sha256
+        run = read_run(file)
+        assert (run.run.workload, run.run.base_only) == (stated.sha256, point.arm == "base_only")
+        assert point.figures["requests"] == stated.requests == 4 * (3 if point.rate == 200 else 2)
+        assert point.figures["failed"] == 0
+        assert point.untimed == {"warmup": 2, "conditioning": stated.requests}
+        assert point.fleets["f0"]["requests"] == stated.requests / 2
+        assert point.started < point.ended
+    first, second = found.points[:2]
+    assert (first.loads, second.loads) == (0, 0)  # both adapters were loaded by the conditioning pass
+    assert first.pool_bytes == 200
+    assert first.windows["f1"].after.loads == 2
+    assert found.starts[0].engines["f0"].counters is not None
+    assert found.setting.adapters["f0"].keys() == {"original", "spectral"}
+    assert str(tmp_path) not in (tmp_path / "out" / RECORDS).read_text().replace(str(SERVER), "")
+
+    before = (tmp_path / "out" / RECORDS).read_bytes()
+    assert sweep(path).left == 0  # nothing is measured twice, and no engine started
+    assert (tmp_path / "out" / RECORDS).read_bytes() == before
+
+
+def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        "--token-s", "0.02", fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,
+        points=[{"rate": 20, "requests": 10, "seeds": [1, 2]}],
+    )  # fmt: skip
+
+    def kill() -> None:
+        wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
+        time.sleep(0.3)
+        (server,) = servers(path)
+        os.kill(server, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcome = sweep(path)
+    killer.join()
+    assert outcome.left == 2
+    assert len(outcome.problems) == 1
+    found = read_sweep(tmp_path / "out")
+    assert [(point.arm, point.seed) for point in found.points] == [
+        ("original_native", 1),
+        ("base_only", 1),
+        ("base_only", 2),
+    ]
+    dead = found.points[0]
+    assert dead.stopped is not None
+    assert dead.stopped.startswith(("nobody listens at ", "no engine answers at "))
+    assert 0 < dead.figures["failed"] <= dead.figures["requests"] == 20
+    assert [point.arm for point in found.complete] == ["base_only", "base_only"]
+
+    assert sweep(path).left == 0
+    found = read_sweep(tmp_path / "out")
+    assert [start.arm for start in found.starts] == ["original_native", "base_only", "original_native"]
+    assert len(found.points) == 5
+    assert len(found.complete) == 4
+    assert found.points[0] == dead  # what stopped is still to be seen
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("when", ["start", "point"])
+def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
+    declare: Declare, tmp_path: Path, number: signal.Signals, code: int, when: str
+) -> None:
+    slow = ("--start-s", "20") if when == "start" else ("--token-s", "0.05")
+    path = declare(*slow, arms=["original_native"], points=[{"rate": 50, "requests": 20, "seeds": [1]}])
+    running = process(path)
+    if when == "start":
+        wait_for(lambda: len(servers(path)) == 2)
+    else:
+        wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
+        time.sleep(0.5)
+    pids = servers(path)
+    assert len(pids) == 2
+    running.send_signal(number)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == code, said
+    assert "Traceback" not in said
+    assert not [pid for pid in pids if exists(pid)]
+    assert read_sweep(tmp_path / "out").complete == ()
+
+    if when == "point":
+        assert sweep(path).left == 0
+        assert len(read_sweep(tmp_path / "out").complete) == 1
+
+
+def test_it_goes_on_where_it_was_cut_off(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1)
+    assert sweep(path, arms=["spectral_loraforge"]).left == 0
+    records = tmp_path / "out" / RECORDS
+    whole = records.read_text()
+    records.write_text(whole[:-40])  # as a full disk or a killed process leaves it
+    assert sweep(path).left == 0
+    found = read_sweep(records)
+    assert [start.arm for start in found.starts] == [
+        "spectral_loraforge",
+        "original_native",
+        "spectral_loraforge",
+        "base_only",
+    ]
+    assert len(found.complete) == len(found.points) == 9
+    # an early stop, then a whole point: both stay, the second counts
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    records.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[-1]]))
+    with pytest.raises(InputError, match=r"measures base_only at rate 400, seed 1, twice"):
+        read_sweep(records)
+
+
+def test_engines_that_do_not_start_are_recorded_and_the_next_arm_goes_on(
+    declare: Declare, tmp_path: Path
+) -> None:
+    path = declare("--crash-as", "spectral_loraforge", fleets=1)
+    done = process(path)
+    _, said = done.communicate(timeout=60)
+    assert done.returncode == 1
+    assert "RuntimeError: out of memory in the worker" in said
+    assert "3 points are not measured; mend that, and run the same command again" in said
+    found = read_sweep(tmp_path / "out")
+    assert [(start.arm, start.healthy_s is None) for start in found.starts] == [
+        ("original_native", False),
+        ("spectral_loraforge", True),
+        ("base_only", False),
+    ]
+    assert found.starts[1].failure == "ended with exit status 1 before it was healthy"
+    assert len(found.points) == 6
+
+
+def test_a_port_in_use_stops_the_run_at_once(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1)
+    with CompletionsServer() as other:
+        declared = yaml.safe_load(path.read_text())
+        declared["fleets"]["f0"]["port"] = int(other.url.rpartition(":")[2])
+        path.write_text(yaml.safe_dump(declared))
+        done = process(path)
+        _, said = done.communicate(timeout=60)
+    assert done.returncode == 2
+    assert "is in use; end what listens there, or choose another port" in said
+    assert read_sweep(tmp_path / "out").starts == ()
+
+
+def test_failed_requests_are_counted(declare: Declare, tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    make_adapter(tmp_path / "fleet0" / "original" / "short")
+    make_adapter(tmp_path / "fleet0" / "original" / "ok")
+    (tmp_path / "fleet0" / "base").mkdir()
+    path = declare(fleets=1, arms=["original_native"])
+    assert sweep(path).left == 0
+    for point in read_sweep(tmp_path / "out").complete:
+        assert point.figures["failed"] == point.figures["requests"] / 2 == sum(point.failures.values())
+
+
+def test_nothing_is_begun_that_would_end_after_the_budget(declare: Declare, tmp_path: Path) -> None:
+    hours = {"rate": 0.001, "requests": 2, "seeds": [1]}
+    path = declare(
+        fleets=1, arms=["original_native"], points=[{"rate": 200, "requests": 3, "seeds": [1]}, hours]
+    )
+    outcome = sweep(path, budget_s=60)
+    assert (outcome.interrupted, outcome.problems, outcome.left) == (None, [], 1)
+    assert [point.rate for point in read_sweep(tmp_path / "out").points] == [200]
+    assert sweep(path, budget_s=60).left == 1  # not even an engine is started
+    assert len(read_sweep(tmp_path / "out").starts) == 1
+
+
+def test_a_folder_of_another_setting_is_refused(declare: Declare) -> None:
+    path = declare()
+    sweep(path, budget_s=0.001)  # too little for any engine
+    declared = yaml.safe_load(path.read_text())
+    for change, message in (
+        (
+            {"warmup": 3},
+            r"records.jsonl: config.warmup: was 2 when this folder was begun, and is 3; finish it",
+        ),
+        ({"arms": ["base_only"]}, r"config.arms: was "),
+    ):
+        path.write_text(yaml.safe_dump(declared | change))
+        with pytest.raises(InputError, match=message):
+            sweep(path)
+
+
+def test_base_only_repeats_the_lengths_of_natural_answers(
+    declare: Declare, tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    for kind in ("original", "spectral"):
+        make_adapter(tmp_path / "fleet0" / kind / "short")  # ends a token before its cap
+        make_adapter(tmp_path / "fleet0" / kind / "ok")
+    (tmp_path / "fleet0" / "base").mkdir()
+    path = declare(fleets=1, stop="natural", arms=["original_native", "spectral_loraforge", "base_only"])
+    assert sweep(path, arms=["original_native", "base_only"]).problems == [
+        f"base_only at rate {rate}, seed {seed}: repeats the lengths of spectral_loraforge, "
+        "which is not measured there"
+        for rate, seed in ((200, 1), (200, 2), (400, 1))
+    ]
+    assert sweep(path).left == 0
+    points = {point.key: point for point in read_sweep(tmp_path / "out").complete}
+    for rate, seed in ((200.0, 1), (200.0, 2), (400.0, 1)):
+        natural, base = points["spectral_loraforge", rate, seed], points["base_only", rate, seed]
+        runs = [read_run(tmp_path / "out" / point.requests) for point in (natural, base)]
+        assert runs[0].outputs() == runs[1].outputs()
+        assert [run.run.stop for run in runs] == ["natural", "exact"]
+        assert natural.workload.requests_sha256 == base.workload.requests_sha256
+        assert natural.workload.outputs_sha256 != base.workload.outputs_sha256
+
+
+def test_one_conditioning_pass_a_start(declare: Declare, tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    make_adapter(tmp_path / "fleet0" / "original" / "short")
+    make_adapter(tmp_path / "fleet0" / "original" / "ok")
+    (tmp_path / "fleet0" / "base").mkdir()
+    path = declare(fleets=1, conditioning="start", warmup=0, arms=["original_native"])
+    sweep(path)
+    for point in read_sweep(tmp_path / "out").points:
+        assert point.untimed_failed == 2
+        assert point.untimed == {"conditioning at the start": 4}  # of rate 400, the heaviest
+
+
+def test_an_arm_that_is_not_declared(declare: Declare) -> None:
+    with pytest.raises(UsageError, match=r"--arms: 'uniform_native' is no arm of small; choose from orig"):
+        sweep(declare(), arms=["uniform_native"])
+
+
+def test_fleets_must_hold_the_same_adapters_in_all_weights(
+    declare: Declare, tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    path = declare(fleets=1)
+    make_adapter(tmp_path / "fleet0" / "spectral" / "z")
+    with pytest.raises(InputError, match=r"fleets.f0.adapters: adapter 'z' is not in both original and spec"):
+        sweep(path)
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_declared_experiment_is_strict(declare: Declare) -> None:
+    path = declare()
+    assert isinstance(load_experiment(path), Experiment)
+    declared = yaml.safe_load(path.read_text())
+    for change, message in (
+        ({"rates": [4]}, r"experiment.yaml: rates: Extra inputs"),
+        ({"arms": ["spectral"]}, r"arms.0: .*'spectral' is no arm; write base_only, or"),
+        ({"arms": ["base_only", "base_only"]}, r"names arm base_only twice"),
+        ({"arms": ["uniform_native"]}, r"fleet f0 has no uniform weights, which arm uniform_native serves"),
+        ({"stop": "natural", "arms": ["base_only", "spectral_loraforge"]}, r"which has to precede it"),
+        ({"points": [{"rate": 4, "requests": 1, "seeds": [1, 1]}]}, r"points.0: .*names seed 1 twice"),
+        ({"points": [{"rate": 0, "requests": 1, "seeds": [1]}]}, r"points.0.rate: .*greater than 0"),
+    ):
+        path.write_text(yaml.safe_dump(declared | change))
+        with pytest.raises(InputError, match=message):
+            load_experiment(path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "config" / "serving").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_committed_experiments(path: Path) -> None:
+    experiment = load_experiment(path)
+    assert path.stem == experiment.experiment + ("_paper" if experiment.protocol == "paper" else "")
+    for fleet in experiment.fleets.values():
+        assert fleet.vocabulary is None or fleet.vocabulary.tokens.at(1 - 1e-12) + fleet.output_tokens.at(
+            1 - 1e-12
+        ) <= min(fleet.context, fleet.kv_tokens or fleet.context)
