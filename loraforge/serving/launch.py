@@ -8,8 +8,9 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from statistics import median_high
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -178,8 +179,8 @@ def launch(
 
 
 def rank_hints(served: Sequence[Served]) -> dict[str, int]:
-    """Typical live rank by module suffix, as the engine names it: the median over adapters and layers; of a fused
-    projection, over the largest of its parts."""
+    """Live rank by module suffix, as the engine names it, that a dispatch table is asked for: the mean over adapters
+    and layers, rounded up; of a fused projection, over the largest of its parts."""
     ranks: dict[tuple[str, str, str], int] = {}
     for item in served:
         for name, rank in item.live.items():
@@ -189,7 +190,7 @@ def rank_hints(served: Sequence[Served]) -> dict[str, int]:
     by_suffix = defaultdict(list)
     for (_, _, suffix), rank in ranks.items():
         by_suffix[suffix].append(rank)
-    return {suffix: median_high(found) for suffix, found in sorted(by_suffix.items())}
+    return {suffix: ceil(fmean(found)) for suffix, found in sorted(by_suffix.items())}
 
 
 def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]:
