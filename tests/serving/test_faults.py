@@ -372,6 +372,8 @@ def test_a_server_killed_in_a_run_is_in_the_record(
     server.engine.start()
     try:
         server.engine.wait_healthy()
+        counts = server.counts()
+        assert counts["live_bytes"] == counts["capacity_bytes"]  # the launcher foresaw it to the byte
         run = _killed_run(server, make_load, requests=10, rate=rate, after_s=after_s)
     finally:
         server.engine.stop()
