@@ -42,7 +42,8 @@ from loraforge.serving.workload import make_workload
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]
 SOAK = 2000 if os.environ.get("LORAFORGE_SOAK") == "1" else 200
 ADAPTERS = 85
-MEMORY = 32 << 20  # bytes that a server of some 4 GB may grow by in half a soak
+# bytes that a server of some 4 GB may grow by in half a soak, which in its full length puts 4 GB of adapters into slots
+MEMORY = 64 << 20
 Tensors = dict[str, torch.Tensor]
 
 
@@ -371,6 +372,8 @@ def test_a_server_killed_in_a_run_is_in_the_record(
     server.engine.start()
     try:
         server.engine.wait_healthy()
+        counts = server.counts()
+        assert counts["live_bytes"] == counts["capacity_bytes"]  # the launcher foresaw it to the byte
         run = _killed_run(server, make_load, requests=10, rate=rate, after_s=after_s)
     finally:
         server.engine.stop()
