@@ -38,6 +38,12 @@ def compress(
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="read .bin checkpoints too, their tensors only")
+    ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="folder of the base model, whose shapes VeRA adapters need")
+    ] = None,
 ) -> None:
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget
@@ -53,6 +59,7 @@ def compress(
 
     from loraforge.compress import compress as run
     from loraforge.factor.gpu import device_names
+    from loraforge.fleet.options import ReadOptions
 
     result = run(
         source,
@@ -64,6 +71,7 @@ def compress(
         dtype=dtype,
         force=force,
         devices=device_names(devices),
+        options=ReadOptions(allow_pickle=allow_pickle, base=base),
     )
     show_summary(result, out)
 

@@ -27,14 +27,18 @@ def lock(
     base: Annotated[
         Path | None, typer.Option(help="folder of the base model, whose safetensors files are hashed")
     ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="read .bin checkpoints too, their tensors only")
+    ] = False,
 ) -> None:
     """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256."""
     from loraforge.fleet.lock import save_lock
     from loraforge.fleet.locking import make_lock
+    from loraforge.fleet.options import ReadOptions
     from loraforge.progress import say
 
     fleet = name or out.name.removesuffix(".json").removesuffix(".lock")
-    made = make_lock(adapters, out, name=fleet, base=base)
+    made = make_lock(adapters, out, name=fleet, base=base, options=ReadOptions(allow_pickle, base))
     save_lock(made, out)
     size = sum(file.bytes for adapter in made.adapters for file in adapter.files)
     say(f"{out}: {len(made.adapters)} adapters over {made.base_model.name}, {size / 1e6:.1f} MB")
