@@ -194,5 +194,7 @@ def adapter_config(
         "rank_pattern": pattern,
         "alpha_pattern": dict(pattern),
         "init_lora_weights": True,
+        # the factors of tied layers are truncated each by themselves, and both are stored
+        **({"ensure_weight_tying": False} if config.get("ensure_weight_tying") else {}),
         "inference_mode": True,
     }

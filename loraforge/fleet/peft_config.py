@@ -52,6 +52,7 @@ _FORMS: dict[str, tuple[str, type, bool]] = {
     "target_parameters": ("a list of strings", str, False),
 }
 _LARGEST = sys.float_info.max  # JSON integers have no bound
+_OUTPUTS = ("lm_head", "embed_out", "output_projection")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 
 
@@ -100,6 +101,8 @@ class PeftConfig:
         """Whether PEFT would put LoRA on ``module`` (target, excluded and layer rules)."""
         if self.saves(module) or self._listed("exclude_modules", module):
             return False
+        if self.raw.get("ensure_weight_tying") and module.rpartition(".")[2] in _OUTPUTS:
+            return True  # which PEFT leaves out of target_modules when it saves
         target = self.raw.get("target_modules")
         if target is None or target == "all-linear":  # resolved from the base model, which is not at hand
             return True

@@ -58,44 +58,44 @@ def loha_modules(source: Source) -> list[LoraModule]:
 
 @dataclass(frozen=True)
 class LoKrBuild:
-    """kron(R1, R2) and kron(L1, L2); a factor that is stored whole is L I where ``wide``, or I R."""
+    """kron(R1, R2) and kron(L1, L2), from each factor's keys: of both halves, or of the whole."""
 
     w1: tuple[str, ...]
     w2: tuple[str, ...]
-    wide: tuple[bool, bool]
 
     @property
     def keys(self) -> tuple[str, ...]:
         return *self.w1, *self.w2
 
     def factors(self, get: Get) -> tuple[Tensor, Tensor]:
-        (l1, r1), (l2, r2) = (
-            _halves([get(key).double() for key in keys], wide)
-            for keys, wide in zip((self.w1, self.w2), self.wide, strict=True)
-        )
+        (l1, r1), (l2, r2) = (_halves([get(key).double() for key in keys]) for keys in (self.w1, self.w2))
         return torch.kron(r1.contiguous(), r2.contiguous()), torch.kron(l1.contiguous(), l2.contiguous())
 
 
 def lokr_modules(source: Source) -> list[LoraModule]:
-    """Every module of a LoKr adapter. Raises InputError for convolutions, and where the product has no thin form."""
+    """Every module of a LoKr adapter. Raises InputError for convolutions."""
     modules: list[LoraModule] = []
     for name, parts in source.groups(_KRON).items():
         _refuse_convolution(source, parts, "lokr_t2")
         (m1, r1, n1), w1 = _factor(source, name, parts, "lokr_w1")
         (m2, r2, n2), w2 = _factor(source, name, parts, "lokr_w2")
-        build = LoKrBuild(w1, w2, (n1 < m1, n2 < m2))
+        build = LoKrBuild(w1, w2)
         shape = (r1 * r2, n1 * n2, m1 * m2)
         modules.append(source.converted(name, build, parts, shape, source.config.scale(name)))
     return modules
 
 
-def _halves(stored: list[Tensor], wide: bool) -> tuple[Tensor, Tensor]:
-    """L and R with L R the matrix that is stored as both, or whole."""
+def _halves(stored: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """L and R with L R the matrix [m, n] that is stored as both, or whole; their inner size is at most min(m, n)."""
     if len(stored) == 2:
-        return stored[0], stored[1]
-    (whole,) = stored
+        left, right = stored
+        if left.shape[1] <= min(left.shape[0], right.shape[1]):
+            return left, right
+        whole = left @ right
+    else:
+        (whole,) = stored
     eye = torch.eye(min(whole.shape), dtype=whole.dtype)
-    return (whole, eye) if wide else (eye, whole)
+    return (whole, eye) if whole.shape[1] < whole.shape[0] else (eye, whole)
 
 
 def _factor(
@@ -109,7 +109,7 @@ def _factor(
     (m, r), (rows, n) = source.matrix(left), source.matrix(right)
     if r != rows:
         raise source.error(f"shapes of module {name} disagree", left, "save the adapter again")
-    return (m, r, n), (left.stored, right.stored)
+    return (m, min(m, r, n), n), (left.stored, right.stored)
 
 
 def _refuse_convolution(source: Source, parts: Mapping[str, Named], *names: str) -> None:

@@ -121,8 +121,8 @@ class Source:
         self.require_target(name, first)
         if rank > min(d_in, d_out):
             raise self.error(
-                f"the update of module {name} has rank up to {rank}, and no exact LoRA form: "
-                f"min(d_in, d_out) is {min(d_in, d_out)}",
+                f"cannot be converted: the update of module {name} has {rank} directions, more than "
+                f"min(d_in, d_out) = {min(d_in, d_out)}, and is not thin",
                 first,
                 "train with a smaller r, or leave this adapter out",
             )
