@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import sha256_file, write_json
-from loraforge.fleet.untrusted_json import read_untrusted_json
+from loraforge.fleet.untrusted_json import read_untrusted_json, shown
 from loraforge.fleet.untrusted_path import plain_name, require_regular
 from loraforge.progress import track
 from loraforge.threads import in_threads
@@ -112,7 +112,7 @@ def load_lock(path: Path) -> FleetLock:
         key = ".".join(str(part) for part in first["loc"])
         remedy = "make it with `loraforge fleet lock`"
         raise InputError(
-            f"not a fleet lock ({first['msg']})", path=path, key=key or None, remedy=remedy
+            f"not a fleet lock ({first['msg']})", path=path, key=shown(key) or None, remedy=remedy
         ) from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ def read_untrusted_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """
     try:
         with open(path, "rb") as stream:
-            data = stream.read(max_bytes + 1)
+            size = os.fstat(stream.fileno()).st_size
+            data = stream.read(size) if size <= max_bytes else None
     except FileNotFoundError as error:
         raise InputError("file not found", path=path) from error
     except OSError as error:
         raise InputError(f"cannot be read ({error})", path=path) from error
-    if len(data) > max_bytes:
+    if data is None:
         raise InputError(f"is larger than {max_bytes} bytes, the most that is read as JSON", path=path)
     return parse_untrusted_json(data, path)
 
@@ -64,6 +66,14 @@ def parse_untrusted_json(data: bytes, path: Path) -> Any:
     return value
 
 
+def shown(text: str) -> str:
+    """The beginning of a stranger's text as an error may show it: on one line, without commands to a terminal."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[:200]
+    )
+
+
 class _RefusedError(Exception):
     def __init__(self, problem: str, key: str | None = None) -> None:
         super().__init__(problem)
@@ -75,7 +85,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _RefusedError("is given twice in one object", twice[:200])
+        raise _RefusedError("is given twice in one object", shown(twice))
     return value
 
 
@@ -108,7 +118,7 @@ def _check_values(value: Any, path: Path) -> None:
                 raise InputError(
                     "holds half a character (a lone surrogate)",
                     path=path,
-                    key=key.encode("ascii", "backslashreplace").decode() or None,
+                    key=shown(key) or None,
                     remedy="write that text anew",
                 )
         if not inner:

@@ -21,7 +21,7 @@ from loraforge.errors import InputError
 from loraforge.files import canonical_json, sha256_file, sha256_text
 from loraforge.fleet.peft_config import WEIGHTS_NAME
 from loraforge.fleet.tensor_header import read_header
-from loraforge.fleet.untrusted_json import read_untrusted_json
+from loraforge.fleet.untrusted_json import read_untrusted_json, shown
 from loraforge.fleet.untrusted_path import plain_name, require_regular
 from loraforge.tensor_file import DTYPES
 
@@ -125,8 +125,9 @@ def _open(path: Path) -> Any:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
+    entries = read_header(path)
     _open(path)  # the reader that will be used must take the file too
-    return {name: StoredTensor(path, entry.dtype, entry.shape) for name, entry in read_header(path).items()}
+    return {name: StoredTensor(path, entry.dtype, entry.shape) for name, entry in entries.items()}
 
 
 def _open_shards(folder: Path, index: Path) -> WeightFiles:
@@ -159,7 +160,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
             tensors[key] = entry
     if lost := sorted(table.keys() - tensors.keys()):
         raise InputError(
-            f"is not in {table[lost[0]]}", path=index, key=lost[0], remedy="save the adapter again"
+            f"is not in {table[lost[0]]}", path=index, key=shown(lost[0]), remedy="save the adapter again"
         )
     return WeightFiles(tuple(folder / name for name in names), tensors, (index,))
 
