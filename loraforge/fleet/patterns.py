@@ -1,12 +1,14 @@
 """Regular expressions that a stranger wrote, matched against module names in bounded time.
 
-``adapter_config.json`` holds regular expressions, and Python's matcher backtracks: one that repeats a repetition takes
-exponential time on a name that nearly matches. Such expressions are refused; no trainer needs them.
+``adapter_config.json`` holds regular expressions, and Python's matcher backtracks: one that repeats what can itself
+match in several ways takes exponential time on a name that nearly matches, and each further open-ended repetition is
+another power of the name's length. What could take too many steps is refused before it is tried; no trainer needs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any
 from loraforge.errors import InputError
 
 MAX_LENGTH = 20_000  # some tools list every module of a model in one expression
-MAX_REPEATS = 6  # open-ended ones in a row: each is another power of a name's length
-_OPEN_END = 64  # repetitions that count as open-ended
+MAX_PATTERNS = 4096  # of one option: each is tried on every module
+MAX_STEPS = 50_000_000  # about a second
+_OPEN_END = 8  # choices of a repetition that count as open-ended
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 _parser: Any = importlib.import_module("re._parser")  # no other way to see how an expression is built
 
@@ -24,60 +28,77 @@ _parser: Any = importlib.import_module("re._parser")  # no other way to see how 
 def matches(pattern: str, text: str, path: Path, key: str) -> bool:
     """Whether the whole ``text`` matches.
 
-    Raises InputError, naming the file and the key, where ``pattern`` is no regular expression or a dangerous one.
+    Raises InputError, naming the file and the key, where ``pattern`` is no regular expression, or could take more than
+    :data:`MAX_STEPS` to say no.
     """
     try:
-        return _compiled(pattern).fullmatch(text) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(
-            f"{pattern[:200]!r} is not a regular expression ({error})", path=path, key=key
-        ) from error
-    except _DangerousError as error:
-        raise InputError(
-            f"{pattern[:200]!r} {error}", path=path, key=key, remedy="list the module names instead"
-        ) from error
+        compiled, (opens, bits) = _compiled(pattern)
+        if math.comb(len(text) + opens, opens) * 2.0**bits > MAX_STEPS:
+            raise _TooManyStepsError
+        return compiled.fullmatch(text) is not None
+    except (re.error, RecursionError) as error:
+        problem, cause, remedy = f"is not a regular expression ({error})", error, None
+    except (_TooManyStepsError, OverflowError) as error:
+        problem, cause = "repeats too often to be matched in bounded time", error
+        remedy = "list the module names instead"
+    raise InputError(f"{pattern[:200]!r} {problem}", path=path, key=key, remedy=remedy) from cause
 
 
-class _DangerousError(Exception):
+class _TooManyStepsError(Exception):
     pass
 
 
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
+# open-ended repetitions in a row, and the logarithm (base 2) of the ways in which the rest can match
+_Cost = tuple[int, float]
+
+
+@lru_cache(maxsize=2 * MAX_PATTERNS)
+def _compiled(pattern: str) -> tuple[re.Pattern[str], _Cost]:
     if len(pattern) > MAX_LENGTH:
-        raise _DangerousError(f"has more than {MAX_LENGTH} characters")
-    if _open_repeats(_parser.parse(pattern)) > MAX_REPEATS:
-        raise _DangerousError("repeats too often to be matched in bounded time")
-    return re.compile(pattern)
+        raise _TooManyStepsError
+    return re.compile(pattern), _cost(_parser.parse(pattern))
 
 
-def _open_repeats(tree: Any) -> int:
-    """Open-ended repetitions that one match may go through in a row; one inside another counts as too many."""
-    total = 0
+def _cost(tree: Any) -> _Cost:
+    opens, bits = 0, 0.0
     for operation, argument in tree:
         name = str(operation)
-        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            _, most, inner = argument
-            found = _open_repeats(inner)
-            if most >= _OPEN_END:
-                found = MAX_REPEATS + 1 if found or _branches(inner) else 1
-            total += found
+        if name in _REPEATS:
+            more = _repeated(*argument)
         elif name == "BRANCH":
-            total += max(_open_repeats(branch) for branch in argument[1])
+            more = _alternatives(argument[1])
         elif name == "SUBPATTERN":
-            total += _open_repeats(argument[-1])
+            more = _cost(argument[-1])
         elif name in ("ASSERT", "ASSERT_NOT"):
-            total += _open_repeats(argument[1])
+            more = _cost(argument[1])
         elif name == "ATOMIC_GROUP":
-            total += _open_repeats(argument)
+            more = _cost(argument)
         elif name == "GROUPREF_EXISTS":
-            total += max(_open_repeats(branch) for branch in argument[1:] if branch is not None)
-    return total
+            more = _alternatives([branch for branch in argument[1:] if branch is not None])
+        else:
+            continue
+        opens, bits = opens + more[0], bits + more[1]
+    return opens, bits
 
 
-def _branches(tree: Any) -> bool:
-    """Whether something repeated can be matched in several ways: alternatives that begin alike, say."""
-    return any(
-        str(operation) == "BRANCH" or (str(operation) == "SUBPATTERN" and _branches(argument[-1]))
-        for operation, argument in tree
-    )
+def _repeated(least: int, most: int, tree: Any) -> _Cost:
+    opens, bits = _cost(tree)
+    if least == most:
+        return opens * int(most), bits * int(most)
+    if most == 1:
+        return opens, bits + 1
+    if opens or bits:
+        raise _TooManyStepsError
+    choices = int(most) - least + 1
+    return (1, 0.0) if choices >= _OPEN_END else (0, math.log2(choices))
+
+
+def _alternatives(branches: list[Any]) -> _Cost:
+    """Alternatives that begin with different characters exclude each other; the parser has taken out what is common."""
+    costs = [_cost(branch) for branch in branches]
+    heads = [
+        str(branch[0]) if len(branch) and str(branch[0][0]) == "LITERAL" else None for branch in branches
+    ]
+    known = [head for head in heads if head is not None]
+    alike = len(branches) - len(set(known))
+    return max(opens for opens, _ in costs), max(bits for _, bits in costs) + math.log2(1 + alike)

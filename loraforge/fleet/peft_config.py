@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loraforge.errors import InputError
-from loraforge.fleet.patterns import matches as _matches
+from loraforge.fleet.patterns import MAX_PATTERNS, matches
 from loraforge.fleet.untrusted_json import read_untrusted_json
 from loraforge.fleet.untrusted_path import require_regular
 
@@ -124,7 +124,7 @@ class PeftConfig:
     def saves(self, key: str) -> bool:
         """Whether ``key`` lies in a module that PEFT saves whole (``modules_to_save``)."""
         names = self.raw.get("modules_to_save") or ()
-        return any(_matches(rf"(.*\.)?{name}(\..*)?", key, self.path, "modules_to_save") for name in names)
+        return any(matches(rf"(.*\.)?{name}(\..*)?", key, self.path, "modules_to_save") for name in names)
 
     def passes_through(self, key: str) -> bool:
         """Whether a tensor that is not a LoRA factor is one that truncation leaves exact.
@@ -159,14 +159,14 @@ class PeftConfig:
         """PEFT's name rule: a string is a regular expression for the whole path, a list names its tails."""
         names = self.raw.get(option) or ()
         if isinstance(names, str):
-            return _matches(names, module, self.path, option)
+            return matches(names, module, self.path, option)
         return _in_names(names, module)
 
     def _patterned(self, option: str, module: str, default: Any) -> Any:
         """Value of the first pattern, in stored order, that is a regular expression for the module's tail."""
         patterns: Mapping[str, Any] = self.raw.get(option) or {}
         for pattern, value in patterns.items():
-            if _matches(rf"(.*\.)?({pattern})", module, self.path, option):
+            if matches(rf"(.*\.)?({pattern})", module, self.path, option):
                 return value
         return default
 
@@ -216,8 +216,13 @@ def read_config(folder: Path) -> PeftConfig:
         if elements is not None and not _all_of(elements, element):
             raise InputError(f"must be {form}, not {value!r}", path=path, key=option)
     for option in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(raw.get(option) or {}, dict):
+        patterns = raw.get(option) or {}
+        if not isinstance(patterns, dict):
             raise InputError("not a JSON object", path=path, key=option)
+        if len(patterns) > MAX_PATTERNS:
+            raise InputError(
+                f"holds {len(patterns)} patterns, at most {MAX_PATTERNS} are read", path=path, key=option
+            )
     return PeftConfig(path, raw)
 
 

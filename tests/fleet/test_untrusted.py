@@ -23,7 +23,7 @@ from loraforge.errors import InputError
 from loraforge.export.portable import portable_name
 from loraforge.fleet.lock import load_lock
 from loraforge.fleet.options import ReadOptions
-from loraforge.fleet.patterns import matches
+from loraforge.fleet.patterns import MAX_PATTERNS, matches
 from loraforge.fleet.peft_config import read_config
 from loraforge.fleet.peft_io import open_adapter
 from loraforge.fleet.tensor_header import MAX_HEADER_BYTES, read_header
@@ -60,7 +60,7 @@ EXPECTED = {
     "headers/unknown_dtype": "unknown dtype 'F33'",
     "headers/unprintable_name": "'a\\x1b[2J': not a whole safetensors file (a tensor's name is not printable",
     "configs/empty": "not valid JSON at line 1",
-    "configs/huge_repeat": "is not a regular expression",
+    "configs/huge_repeat": "repeats too often to be matched in bounded time",
     "configs/inner_key_twice": "a: is given twice in one object",
     "configs/key_twice": "r: is given twice in one object",
     "configs/list_of_kinds": "peft_type: is ['LORA']",
@@ -183,9 +183,22 @@ def test_expressions_that_trainers_write_are_taken(tmp_path: Path) -> None:
     ):
         matches(pattern, "model.layers.1.self_attn.q_proj", path, "target_modules")
     assert matches(common, "model.layers.11.mlp.down_proj", path, "target_modules")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+b", "(a|a)*b", "(a|aa)+b", "(a?a?)*b", "(a{1,9}){1,9}b", "a?" * 40 + "a" * 40, "(a|a)" * 40, "(.|a){40}b",
+        ".*a.*a.*a.*a.*a.*b", "((a*)*)*b", "(?:(?=a+)a*)*b", "a{0,60000}" * 9,
+    ],
+)  # fmt: skip
+def test_expressions_that_take_for_ever_are_not_tried(tmp_path: Path, pattern: str) -> None:
     started = time.perf_counter()
-    assert not matches(r".*a.*a.*a.*a.*a.*b", "a" * 60, path, "target_modules")
-    assert time.perf_counter() - started < 2
+    with pytest.raises(
+        InputError, match=r"target_modules: .* repeats too often to be matched in bounded time"
+    ):
+        matches(pattern, "a" * 60, tmp_path / "adapter_config.json", "target_modules")
+    assert time.perf_counter() - started < 1
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
@@ -327,6 +340,15 @@ def test_names_of_models_are_left_alone() -> None:
     for name in ("org/model", "model", "./model", "", "models/a/b"):
         assert portable_name(name) == name
     assert portable_name("/") == "/"
+
+
+def test_a_configuration_of_a_million_patterns(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    folder = make_adapter(tmp_path / "a")
+    path = folder / "adapter_config.json"
+    many = {f"x{index}": 1 for index in range(MAX_PATTERNS + 1)}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rank_pattern": many}))
+    with pytest.raises(InputError, match=r"rank_pattern: holds 4097 patterns, at most 4096 are read"):
+        open_adapter(folder)
 
 
 def test_configuration_alone_is_strict(tmp_path: Path) -> None:
