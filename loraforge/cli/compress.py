@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 if TYPE_CHECKING:
     from loraforge.compress import Compressed
 
@@ -38,12 +40,8 @@ def compress(
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="read .bin checkpoints too, their tensors only")
-    ] = False,
-    base: Annotated[
-        Path | None, typer.Option(help="folder of the base model, whose shapes VeRA adapters need")
-    ] = None,
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget

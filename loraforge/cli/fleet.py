@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -27,9 +29,7 @@ def lock(
     base: Annotated[
         Path | None, typer.Option(help="folder of the base model, whose safetensors files are hashed")
     ] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="read .bin checkpoints too, their tensors only")
-    ] = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256."""
     from loraforge.fleet.lock import save_lock
@@ -47,12 +47,15 @@ def lock(
 @app.command()
 def verify(
     lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed."""
+    from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
-    fleet = resolve_fleet(lock)
+    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base))
     say(f"{lock}: {len(fleet)} adapters as locked")
 
 

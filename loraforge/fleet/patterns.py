@@ -37,11 +37,16 @@ def matches(pattern: str, text: str, path: Path, key: str) -> bool:
             raise _TooManyStepsError
         return compiled.fullmatch(text) is not None
     except (re.error, RecursionError) as error:
-        problem, cause, remedy = f"is not a regular expression ({error})", error, None
+        raise InputError(
+            f"{pattern[:200]!r} is not a regular expression ({error})", path=path, key=key
+        ) from error
     except (_TooManyStepsError, OverflowError) as error:
-        problem, cause = "repeats too often to be matched in bounded time", error
-        remedy = "list the module names instead"
-    raise InputError(f"{pattern[:200]!r} {problem}", path=path, key=key, remedy=remedy) from cause
+        raise InputError(
+            f"{pattern[:200]!r} repeats too often to be matched in bounded time",
+            path=path,
+            key=key,
+            remedy="list the module names instead",
+        ) from error
 
 
 class _TooManyStepsError(Exception):

@@ -95,7 +95,8 @@ class PeftConfig:
         if self.kind == "ADALORA":
             return float(alpha if alpha > 0 else self.r) / (self.r + 1e-5)
         rank = self.rank(module)
-        return float(alpha) / (math.sqrt(rank) if self.raw.get("use_rslora") else rank)
+        rooted = self.kind == "LORA" and self.raw.get("use_rslora")
+        return float(alpha) / (math.sqrt(rank) if rooted else rank)
 
     def targets(self, module: str) -> bool:
         """Whether PEFT would put LoRA on ``module`` (target, excluded and layer rules)."""
@@ -112,10 +113,11 @@ class PeftConfig:
 
     def parameters_of(self, module: str) -> list[str]:
         """Names of the parameters of ``module`` on which PEFT would put LoRA (``target_parameters``), as a stack."""
-        if self.raw.get("target_modules") and self.targets(module):
+        parameters = self.raw.get("target_parameters")
+        if not parameters or (self.raw.get("target_modules") and self.targets(module)):
             return []
         found = []
-        for parameter in self.raw.get("target_parameters") or ():
+        for parameter in parameters:
             owner, _, leaf = parameter.rpartition(".")
             if not owner or _in_names([owner], module):
                 found.append(leaf)
@@ -238,4 +240,4 @@ def _positive_int(value: Any, path: Path, key: str) -> int:
 
 def _in_names(names: Sequence[str], module: str) -> bool:
     """PEFT's rule for a list: each name is the tail of a dotted path."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    return module in names or module.endswith(tuple([f".{name}" for name in names]))

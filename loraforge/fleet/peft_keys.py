@@ -33,8 +33,8 @@ class Key:
 def parse_key(stored: str) -> Key:
     """Bring a stored key to PEFT's form: no prefix, no adapter name, no wrapper of a module saved whole."""
     name = stored.removeprefix(PREFIX)
-    if found := _NAMED.fullmatch(name):
+    if ".default" in name and (found := _NAMED.fullmatch(name)):
         name = found["stem"] + (found["leaf"] or "")
-    if found := _WRAPPED.fullmatch(name):
+    if ".modules_to_save." in name and (found := _WRAPPED.fullmatch(name)):
         name = f"{found['module']}.{found['leaf']}"
     return Key(stored, name)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from loraforge.errors import InputError
+from loraforge.files import half_character
 
 MAX_BYTES = 8 << 20  # a configuration that names every expert of a large model has 3 MB
 MAX_DEPTH = 32
-_HALF = re.compile("[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_untrusted_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -62,7 +63,14 @@ def parse_untrusted_json(data: bytes, path: Path) -> Any:
         RecursionError,
     ) as error:  # an integer of thousands of digits, nesting of thousands of levels
         raise InputError(f"not JSON that can be read ({error})", path=path) from error
-    _check_values(value, path)
+    _check_depth(value, path)
+    if _ESCAPED_HALF.search(data) and (key := half_character(value)) is not None:
+        raise InputError(
+            "holds half a character (a lone surrogate)",
+            path=path,
+            key=shown(key) or None,
+            remedy="write that text anew",
+        )
     return value
 
 
@@ -100,28 +108,15 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_values(value: Any, path: Path) -> None:
-    """Refuse deep nesting and half characters; without recursion, and level by level."""
-    level: list[tuple[str, Any]] = [("", value)]
+def _check_depth(value: Any, path: Path) -> None:
+    level = [value]
     for _ in range(MAX_DEPTH):
-        inner: list[tuple[str, Any]] = []
-        for key, item in level:
-            if isinstance(item, dict):
-                inner += [(f"{key}.{name}" if key else name, child) for name, child in item.items()]
-                texts = [*item]
-            elif isinstance(item, list):
-                inner += [(key, child) for child in item]
-                continue
-            else:
-                texts = [item] if isinstance(item, str) else []
-            if any(_HALF.search(text) for text in texts):
-                raise InputError(
-                    "holds half a character (a lone surrogate)",
-                    path=path,
-                    key=shown(key) or None,
-                    remedy="write that text anew",
-                )
-        if not inner:
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
             return
-        level = inner
     raise InputError(f"is nested deeper than {MAX_DEPTH} levels", path=path)

@@ -11,6 +11,7 @@ from adapter_folders import MakeAdapter
 from safetensors.torch import load_file, save_file
 
 from loraforge.allocate.budget import parse_budget
+from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import InputError, IntegrityError
 from loraforge.export.layouts import layout_rank, shared_ranks
@@ -177,6 +178,36 @@ def test_locks_name_every_shard(tmp_path: Path, make_adapter: MakeAdapter) -> No
     assert open_adapter(folder).weights_sha256 != before
     with pytest.raises(IntegrityError, match=names[-1]):
         resolve_fleet(lock)
+
+
+def exit_code(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return int(stopped.value.code or 0)
+
+
+def test_every_command_that_opens_adapters_takes_the_options(
+    tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    fleet, lock, cache = tmp_path / "fleet", tmp_path / "x.lock.json", ("--cache", tmp_path / "cache")
+    folder = make_adapter(fleet / "a")
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    allocation = tmp_path / "allocation.json"
+    commands: list[tuple[object, ...]] = [
+        ("fleet", "lock", fleet, "-o", lock),
+        ("fleet", "verify", lock),
+        ("factor", lock, *cache),
+        ("allocate", lock, "-o", allocation, "--budget", "1/2", *cache),
+        ("export", allocation, lock, "--out", tmp_path / "out", *cache),
+        ("compress", fleet, "--out", tmp_path / "again", "--budget", "1/2", *cache),
+    ]
+    for command in commands:
+        assert exit_code(*command) == 3
+        assert exit_code(*command, "--allow-pickle") == 0
+    for layout in ("ragged", "padded"):
+        one, two = (tmp_path / out / layout / "a" / "adapter_model.safetensors" for out in ("out", "again"))
+        assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no-cache"])

@@ -75,7 +75,7 @@ EXPECTED = {
     "configs/repeated_alternatives": "repeats too often to be matched in bounded time",
     "configs/repeated_repetition": "repeats too often to be matched in bounded time",
     "configs/saved_repetition": "repeats too often to be matched in bounded time",
-    "configs/surrogate": "target_modules: holds half a character",
+    "configs/surrogate": "target_modules.0: holds half a character",
     "configs/truth_rank": "r: must be a positive integer, not True",
     "indexes/absolute": "'/etc/passwd' is not the name of a file here",
     "indexes/another_kind": "'adapter_config.json' is not the name of a file here",
