@@ -8,6 +8,7 @@ opened unless the user allows it.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from loraforge.fleet.weight_files import WeightFiles, has_weights, open_weights
 
 __all__ = ["Adapter", "FactorReader", "LoraModule", "open_adapter", "open_fleet"]
 
+_SHARED = 4  # tensors kept of those that many modules are made of
 # Tensors of LoRA variants whose update is not s B A, and why a truncated one would not be exact.
 _REFUSED_TENSORS = (
     (re.compile(r"\.lora_magnitude_vector(\.|$)"), "a DoRA magnitude is tied to the full update"),
@@ -108,6 +110,8 @@ class FactorReader:
 
     def __init__(self, adapter: Adapter, get: Get) -> None:
         self.adapter, self._get = adapter, get
+        self._lock = threading.Lock()
+        self._shared: dict[str, torch.Tensor] = {}
 
     def factors(self, module: LoraModule) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, d_in] and B [d_out, rank], scale not applied: in their stored dtype, or float64 where they are
@@ -116,7 +120,7 @@ class FactorReader:
         Raises InputError that names the tensor where a value is NaN or infinite.
         """
         if module.build is not None:
-            return module.build.factors(self._finite)
+            return module.build.factors(self._checked_once)
         return self._finite(module.a_key), self._finite(module.b_key)
 
     def bias(self, module: LoraModule) -> torch.Tensor | None:
@@ -130,12 +134,21 @@ class FactorReader:
         """A tensor by its name in ``passthrough``, or its key in the file, as stored and unchecked."""
         return self._get(self.adapter.stored_as.get(name, name))
 
+    def _checked_once(self, key: str) -> torch.Tensor:
+        """:meth:`_finite`, the last few kept: all experts of a stack, and all modules of VeRA, are read from two."""
+        with self._lock:
+            if (tensor := self._shared.get(key)) is None:
+                tensor = self._shared[key] = self._finite(key)
+                if len(self._shared) > _SHARED:
+                    del self._shared[next(iter(self._shared))]
+            return tensor
+
     def _finite(self, key: str) -> torch.Tensor:
         tensor = self._get(key)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 "holds NaN or infinite values",
-                path=self.adapter.weights_path,
+                path=self.adapter.weights.tensors[key].file,
                 key=key,
                 remedy="the training run diverged: retrain, or leave this adapter out",
             )

@@ -20,7 +20,7 @@ from loraforge.factor.gpu.ops import Emulated
 from loraforge.fleet.lock import load_lock, save_lock
 from loraforge.fleet.locking import make_lock
 from loraforge.fleet.options import ReadOptions
-from loraforge.fleet.peft_io import open_adapter
+from loraforge.fleet.peft_io import FactorReader, open_adapter
 from loraforge.fleet.source import resolve_fleet
 from loraforge.fleet.variants.lora import stack_experts
 
@@ -109,6 +109,26 @@ def test_experts_come_apart_and_together(tmp_path: Path) -> None:
     ranks = {module.name: k for module, k in zip(adapter.modules, (1, 3, 2), strict=True)}
     assert set(shared_ranks(adapter.modules, ranks).values()) == {3}
     assert layout_rank("ragged", shared_ranks(adapter.modules, ranks)) == 3
+
+
+def test_a_stack_is_read_and_checked_once(tmp_path: Path) -> None:
+    adapter = open_adapter(experts(tmp_path / "a"))
+    get = adapter.weights.reader()
+    read: list[str] = []
+
+    def counted(key: str) -> torch.Tensor:
+        read.append(key)
+        return get(key)
+
+    reader = FactorReader(adapter, counted)
+    for module in adapter.modules:
+        reader.factors(module)
+    assert sorted(read) == sorted(adapter.weights.tensors)
+    tensors = load_file(adapter.weights_path)
+    tensors[read[0]][0, 0] = float("nan")
+    save_file(tensors, adapter.weights_path)
+    with pytest.raises(InputError, match=r"lora_A\.weight: holds NaN or infinite values"):
+        adapter.factors(adapter.modules[2])
 
 
 @pytest.mark.parametrize(
