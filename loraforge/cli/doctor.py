@@ -75,10 +75,17 @@ def _kernels(state: dict[str, Any]) -> str:
     )
 
 
-def _engine(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "not installed: no serving through it from this environment"
-    return found["problem"] or f"{found['distribution']} {found['version']}, supported"
+def _engine(found: dict[str, Any]) -> str:
+    if not found["installed"]:
+        known = ", ".join(f"{name} {'/'.join(versions)}" for name, versions in found["supported"].items())
+        return f"not installed: no serving through it from this environment (supported: {known})"
+    lines = [
+        f"refused: {engine['problem']}"
+        if engine["problem"]
+        else f"{engine['distribution']} {engine['version']}, supported"
+        for engine in found["installed"]
+    ]
+    return "; ".join(lines + [found["plugin_problem"]] * (found["plugin_problem"] is not None))
 
 
 def _cpu_kernels(state: dict[str, Any]) -> str:

@@ -149,6 +149,8 @@ async def _passes(
             failed += sum(row.failure is not None for row in rows)
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         rows = await _Replay(workload, servers, bases, options, stopped, ticker).run()
+    if stopped.why is None and any(row.failure is not None for row in rows):
+        await _missed(servers, stopped)
     header = workload.header
     return Run(
         run=RunRecord(
@@ -170,6 +172,15 @@ async def _passes(
         ),
         requests=tuple(rows),
     )
+
+
+async def _missed(servers: Mapping[str, str], stopped: _Stopped) -> None:
+    """Say so where a server went away after the last request was sent, when nobody was refused any more."""
+    for url in servers.values():
+        try:
+            await base_model(url)
+        except InputError:
+            stopped.set(f"no engine answers at {url} any more")
 
 
 class _Stopped:

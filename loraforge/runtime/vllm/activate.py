@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora import utils, worker_manager
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from loraforge.export.manifest import ADAPTER_MANIFEST_FILE
-from loraforge.runtime.ranks import check_manifest, live_rank
-from loraforge.runtime.vllm import command_line, platform, scheduler
+from loraforge.runtime.vllm import command_line, platform, scheduler, unloading
+from loraforge.runtime.vllm.admission import checked
 from loraforge.runtime.vllm.counted import NativeModelManager
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear, derive
 from loraforge.runtime.vllm.manager import LoRAForgeModelManager
@@ -20,7 +16,7 @@ from loraforge.runtime.vllm.manager import LoRAForgeModelManager
 
 def activate() -> None:
     """Rebind the engine's classes in this process, once."""
-    command_line.extend(EngineArgs)
+    command_line.extend(EngineArgs, unloading.complete)
     worker = worker_manager.LRUCacheWorkerLoRAManager
     if worker._manager_cls is LoRAForgeModelManager:
         return
@@ -28,7 +24,7 @@ def activate() -> None:
     platform.then(scheduler.install)
     utils._all_lora_classes = tuple(map(_ours, utils._all_lora_classes))
     utils.LogitsProcessorWithLoRA = derive(Occupied, LogitsProcessorWithLoRA)
-    worker._load_adapter = _checked(worker._load_adapter)
+    worker._load_adapter = checked(worker._load_adapter)
     worker._manager_cls = LoRAForgeModelManager
 
 
@@ -47,21 +43,3 @@ def _ours(native: type) -> type:
     if issubclass(native, BaseLinearLayerWithLoRA):
         return derive(PooledLinear, native)
     return derive(OccupiedEmbedding, native) if native is VocabParallelEmbeddingWithLoRA else native
-
-
-def _checked(load: Any) -> Any:
-    """The engine's loader, which then holds an adapter's tensors against its manifest, where there is one."""
-
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        lora = load(self, lora_request)
-        folder = Path(utils.get_adapter_absolute_path(lora_request.lora_path))
-        if (folder / ADAPTER_MANIFEST_FILE).is_file():
-            ranks = {
-                name: live_rank(weights.lora_a, weights.lora_b)
-                for name, weights in lora.loras.items()
-                if not weights.is_packed
-            }
-            check_manifest(folder, ranks)
-        return lora
-
-    return load_adapter

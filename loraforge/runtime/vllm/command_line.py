@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from loraforge.runtime.vllm.options import FLAGS
 
 
-def extend(engine_args: Any) -> None:
-    """Have the engine's argument class take the flags too, once."""
+def extend(engine_args: Any, then: Callable[[], None] = lambda: None) -> None:
+    """Have the engine's argument class take the flags too, once. then: called where arguments are read, so in the
+    process that will answer requests and in no worker."""
     if hasattr(engine_args, "loraforge_flags"):
         return
     engine_args.loraforge_flags = True
@@ -27,6 +29,7 @@ def extend(engine_args: Any) -> None:
         given = {key: value for key, value in given.items() if value is not None}
         if given:
             args.additional_config = {**(getattr(args, "additional_config", None) or {}), **given}
+        then()
         return read(cls, args)
 
     engine_args.add_cli_args = staticmethod(add_cli_args)

