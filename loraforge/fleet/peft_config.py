@@ -143,7 +143,11 @@ def read_config(folder: Path) -> PeftConfig:
     something that truncating B A would change inexactly.
     """
     path = Path(folder) / CONFIG_NAME
-    raw = read_json(path)
+    return parse_config(path, read_json(path))
+
+
+def parse_config(path: Path, raw: Any) -> PeftConfig:
+    """Check a configuration that has been read already, as :func:`read_config` does; ``path`` is what errors name."""
     if not isinstance(raw, dict):
         raise InputError("not a JSON object", path=path)
     kind = raw.get("peft_type")
