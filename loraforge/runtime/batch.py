@@ -165,11 +165,11 @@ class Applied:
         """The first product alone: FP32 [planes, T, slices, rank], to be summed over the devices that share ``d_in``
         and given to :meth:`expand` before any other projection runs. Entries that no adapter has are undefined.
 
-        One without tokens in a step without adapters.
+        Undefined, and of one token, in a step without adapters: devices may be unable to sum nothing.
         """
         batch, slices = self._batch, len(self._slices)
         if not batch.active:
-            return batch.workspace(1, 0, slices)
+            return batch.workspace(1, 1, slices)
         x = x[: batch.tokens]
         tokens = x.shape[0]
         choice = self._pair(tokens)
