@@ -182,7 +182,11 @@ def read_config(folder: Path) -> PeftConfig:
     path = Path(folder) / CONFIG_NAME
     if path.exists() or path.is_symlink():
         require_regular(path, Path(folder))
-    raw = read_untrusted_json(path)
+    return parse_config(path, read_untrusted_json(path))
+
+
+def parse_config(path: Path, raw: Any) -> PeftConfig:
+    """Check a configuration that has been read already, as :func:`read_config` does; ``path`` is what errors name."""
     if not isinstance(raw, dict):
         raise InputError("not a JSON object", path=path)
     kind = raw.get("peft_type")
