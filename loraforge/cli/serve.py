@@ -51,7 +51,7 @@ def vllm(
     """
     from loraforge.errors import UsageError
     from loraforge.runtime.vllm import SWITCH
-    from loraforge.runtime.vllm.version import require, require_plugin
+    from loraforge.runtime.vllm.version import require, require_plugin, require_torchvision
     from loraforge.serving.engines import is_free
     from loraforge.serving.launch import command, launch, read_fleet
 
@@ -59,6 +59,7 @@ def vllm(
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
+        require_torchvision()
     arguments = extra or []
     decided = launch(
         read_fleet(fleet),
