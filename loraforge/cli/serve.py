@@ -56,13 +56,14 @@ def vllm(
     are the engine's.
     """
     from loraforge.runtime.vllm import SWITCH
-    from loraforge.runtime.vllm.version import require, require_plugin
+    from loraforge.runtime.vllm.version import require, require_plugin, require_torchvision
     from loraforge.serving.launch import command, launch, read_fleet
 
     plugin = os.environ.get(SWITCH, "1") == "1"
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
+        require_torchvision()
     arguments = extra or []
     decided = launch(
         read_fleet(fleet),
