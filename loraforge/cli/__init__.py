@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "factor": ("factor", "Build the cache of ordered factors and spectra"),
     "moments": ("moments", "Collect what the base model's modules are fed, for the activation policies"),
     "allocate": ("allocate", "Choose the retained rank of every module"),
+    "cts": ("cts", "Fit shared bases to a whole fleet, the baseline that is compared with"),
     "export": ("export", "Write PEFT folders and the retained-rank manifest"),
     "tasks": ("tasks", "Build the task data from the packages that hold them"),
     "eval": ("eval", "Score base, original and compressed adapters with lm-eval"),

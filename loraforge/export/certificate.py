@@ -52,7 +52,7 @@ def action_error(
     x = probes(a.shape[1])
     directions = leading_right_directions(ordered_a)
     wanted = scale * (b @ (a @ (directions.T @ (directions @ x))))
-    return _relative(out_b @ (out_a @ x), wanted)
+    return relative_error(out_b @ (out_a @ x), wanted)
 
 
 def output_action_error(
@@ -72,10 +72,11 @@ def output_action_error(
     x = probes(a.shape[1])
     directions = leading_right_directions(ordered_b.mT)
     wanted = scale * (directions.mT @ ((directions @ b) @ (a @ x)))
-    return _relative(out_b @ (out_a @ x), wanted)
+    return relative_error(out_b @ (out_a @ x), wanted)
 
 
-def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """|found - wanted|_F / |wanted|_F; 0 for 0/0."""
     difference, norm = float(torch.linalg.norm(found - wanted)), float(torch.linalg.norm(wanted))
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
