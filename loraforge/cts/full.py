@@ -110,8 +110,15 @@ def _exact_step(core: Stack, right: Tensor, left: Tensor) -> Tensor:
     images = (core.b @ (core.a @ right[:, None])).permute(0, 2, 1, 3).flatten(2)
     if left.shape[-1] == left.shape[-2]:
         return left  # all directions: any basis of them does
-    vectors: Tensor = torch.linalg.eigh(images @ images.mT)[1]
-    return vectors[..., -left.shape[-1] :].flip(-1)
+    kept = left.shape[-1]
+    vectors: Tensor
+    if images.shape[-1] >= images.shape[-2]:
+        vectors = torch.linalg.eigh(images @ images.mT)[1]
+        return vectors[..., -kept:].flip(-1)
+    # fewer images than rows: the small side's vectors, and QR for directions in which there is nothing
+    vectors = torch.linalg.eigh(images.mT @ images)[1]
+    basis: Tensor = torch.linalg.qr(images @ vectors[..., -kept:].flip(-1))[0]
+    return basis
 
 
 def _power_step(core: Stack, right: Tensor, left: Tensor) -> Tensor:

@@ -233,3 +233,16 @@ def test_a_report_that_overspends_is_refused(tmp_path: Path, fleet: Path) -> Non
     )
     with pytest.raises(InputError, match="exceeds the ceiling"):
         load_report(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_few_updates_of_tall_modules(wide: bool) -> None:
+    """Fewer images than rows take another way to the same vectors."""
+    found = updates(g=2, n=2, d_out=40, d_in=30) if wide else updates(g=2, n=2, d_out=40, d_in=30).transposed
+    bases = joint_full(found, 2, iterations=50)
+    torch.testing.assert_close(bases.error, full_error(found, bases.left, bases.right), rtol=1e-8, atol=1e-10)
+    whole = joint_full(found, 5, iterations=50)
+    assert (whole.error < 1e-10).all()  # ranks 1 and 2: three directions hold both
+    for basis in (whole.left, whole.right):
+        eye = torch.eye(basis.shape[-1], dtype=torch.float64).expand(2, -1, -1)
+        torch.testing.assert_close(basis.mT @ basis, eye)
