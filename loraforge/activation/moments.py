@@ -45,7 +45,10 @@ class Moments:
     inputs: Mapping[str, str]
 
     def second_moment(self, module: str, d_in: int) -> Tensor:
-        """C = E[x x^T] of the inputs of ``module``, float64 [d_in, d_in]. Raises InputError where there is none."""
+        """C = E[x x^T] of the inputs of ``module`` at length sqrt(d_in), float64 [d_in, d_in].
+
+        Raises InputError where there is none, or one of another size.
+        """
         key = self.inputs.get(module)
         if key is None:
             raise InputError("no moments of this module's inputs", path=self.path, key=module, remedy=_REMEDY)
@@ -117,8 +120,8 @@ def collect_moments(
 ) -> Moments:
     """Run the base model of folder ``base`` over ``texts`` and write the moments of its linear maps to ``out``.
 
-    Sums are taken over real tokens, never over padding, in FP32 within a batch and FP64 between. The first
-    ``max_tokens`` of a text count. The output layer is left out: no adapter here touches it.
+    Every input counts at length sqrt(d). Sums are taken over real tokens, never over padding, in FP32 within a batch
+    and FP64 between. The first ``max_tokens`` of a text count. The output layer is left out.
     """
     if not texts:
         raise UsageError("no calibration texts", remedy="name files of texts")
@@ -147,7 +150,11 @@ def collect_moments(
 
 
 class _Sums:
-    """Sums of x x^T by distinct input. Projections that are handed the very same tensor share one."""
+    """Sums of x x^T by distinct input, every x taken at length sqrt(d). Projections of the very same tensor share one.
+
+    A few positions of every text (the first above all) have inputs hundreds of times as long as the rest, which no
+    answer hangs on; as they are, they would decide what C is.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -170,6 +177,8 @@ class _Sums:
         self._last = (x, name)
         self.inputs[name] = name
         rows = x[self._mask].float()
+        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        rows = rows * (rows.shape[1] ** 0.5 / torch.where(length > 0, length, 1.0))
         total = (rows.mT @ rows).double()
         self.sums[name] = total if name not in self.sums else self.sums[name].add_(total)
 

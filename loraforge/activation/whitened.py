@@ -28,9 +28,9 @@ from loraforge.files import canonical_json, sha256_text
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import progress
 
-# Share of the mean second moment that every input is given: a direction that the calibration texts never excite is
-# cheap to lose, not free.
-SHRINKAGE = 0.01
+# Share of the mean second moment that every input is given. What calibration texts never excite is not free to lose:
+# an adapter meets other inputs than the base does over them, not least its own.
+SHRINKAGE = 0.5
 
 
 def whitened_key(adapter: Adapter, moments: Moments) -> str:

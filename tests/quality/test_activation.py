@@ -50,9 +50,11 @@ def test_moments_are_those_of_single_texts(base: Path, moments: Moments) -> None
                 model(input_ids=torch.tensor([tokenizer(text)["input_ids"]]))
         hook.remove()
         rows = torch.cat(seen).double()
+        rows *= d_in**0.5 / rows.norm(dim=1, keepdim=True)
         assert moments.tokens == len(rows) == sum(map(len, TEXTS))
         found = moments.second_moment(name, d_in)
         assert torch.equal(found, found.mT)
+        assert float(found.trace()) == pytest.approx(d_in, rel=1e-4)
         torch.testing.assert_close(
             found, rows.mT @ rows / len(rows), rtol=0.02, atol=0.02
         )  # BF16, other batches
