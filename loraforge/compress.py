@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraforge.activation.entries import require_moments
+from loraforge.activation.moments import Moments, load_moments
+from loraforge.activation.whitened import whiten_fleet
 from loraforge.allocate.allocation import allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import allocate, problem_of
 from loraforge.config import Layout, Policy
-from loraforge.export.directions import Source, cached_source
+from loraforge.export.directions import CachedFleet, Source, cached_source
 from loraforge.export.manifest import Manifest
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.writer import export_fleet
@@ -47,20 +50,22 @@ def compress(
     force: bool = False,
     devices: Sequence[str] = (),
     options: ReadOptions = DEFAULT,
+    moments: Path | None = None,
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
     ``cache`` keeps all factors, so that another budget costs only allocation and export, which a GPU does where there
     is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
     output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
-    :func:`~loraforge.factor.fleet.factorise_fleet`. ``options``: what may be read beyond safetensors.
+    :func:`~loraforge.factor.fleet.factorise_fleet`. ``options``: what may be read beyond safetensors. ``moments``: the
+    file that an activation policy measures by; its factors are ordered on the CPU.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
     with _uncollected():
-        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices, options)
+        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices, options, moments)
 
 
 @contextmanager
@@ -87,7 +92,10 @@ def _compress(
     force: bool,
     devices: Sequence[str],
     options: ReadOptions,
+    moments: Path | None,
 ) -> Compressed:
+    require_moments(policy, moments)
+    known = None if moments is None else load_moments(moments)
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
     refuse_to_replace(out, [*source] if cache is None else [*source, cache])
@@ -95,7 +103,7 @@ def _compress(
     with stages("verify"):
         fleet = open_source(source, options)
         refuse_to_replace(out, [adapter.path for adapter in fleet])
-    with _factorised(fleet, cache, out, devices, stages) as factors:
+    with _factorised(fleet, cache, out, devices, stages, known) as factors:
         with stages("allocate"):
             problem = problem_of(factors.spectra)
             allocation = allocate(problem, policy, budget, bytes_per_parameter=width or widest(fleet))
@@ -112,8 +120,19 @@ def _compress(
 
 @contextmanager
 def _factorised(
-    fleet: Sequence[Adapter], cache: Path | None, out: Path, devices: Sequence[str], stages: Stages
+    fleet: Sequence[Adapter],
+    cache: Path | None,
+    out: Path,
+    devices: Sequence[str],
+    stages: Stages,
+    moments: Moments | None,
 ) -> Iterator[Source]:
+    if moments is not None:
+        with scratch_folder(out.resolve()) as scratch:
+            with stages("factor"):
+                entries = whiten_fleet(fleet, scratch if cache is None else cache, moments)
+            yield CachedFleet(fleet, entries)
+        return
     if cache is not None:
         yield cached_source(
             fleet, factorise_fleet(fleet, cache, devices=devices, stages=stages), stages=stages

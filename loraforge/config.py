@@ -16,7 +16,27 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from loraforge.errors import InputError, UsageError
 from loraforge.files import write_json, write_text
 
-Policy = Literal["uniform", "spectral", "spectral-nofloor"]
+Policy = Literal[
+    "uniform",
+    "spectral",
+    "spectral-nofloor",
+    "module-relative",
+    "adapter-relative",
+    "adapter-sqrt",
+    "blend",
+    "fair",
+    "activation-uniform",
+    "activation",
+    "activation-relative",
+    "activation-sqrt",
+    "activation-fair",
+    "para",
+    "para-fleet",
+    "fixed-rank",
+    "sv-ratio",
+    "sv-cumulative",
+    "sv-fro",
+]
 Layout = Literal["ragged", "padded"]
 Method = Literal["auto", "gram", "tsqr", "reference"]
 Recompressor = Literal["florist", "spectral_transform", "fraq", "tsqr", "gram"]

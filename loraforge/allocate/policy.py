@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
 
+from loraforge.allocate.bounds import least_ranks, most_ranks
 from loraforge.allocate.budget import Budget, Ceiling, ceiling
+from loraforge.allocate.costs import select_by_cost
+from loraforge.allocate.fair import fair
+from loraforge.allocate.fused import fuse
+from loraforge.allocate.objectives import traffic_weighted, weighed
+from loraforge.allocate.options import DEFAULTS, Options
+from loraforge.allocate.policies import HALF, RULES, Cut, Fair, Greedy, Rule, Uniform
 from loraforge.allocate.problem import Floats, Ints, Problem
 from loraforge.allocate.spectral import half_uniform_floor, spectral
+from loraforge.allocate.threshold import threshold, threshold_by_adapter
 from loraforge.config import Policy
-from loraforge.errors import BudgetError
+from loraforge.errors import BudgetError, UsageError
 from loraforge.progress import Timer
 
 # Rank floors by policy, as the allocation file states them; u is the uniform rank.
-FLOORS: dict[Policy, str] = {
-    "uniform": "u",
-    "spectral": "max(1, ceil(u / 2))",
-    "spectral-nofloor": "1",
-}
+FLOORS: dict[Policy, str] = {name: rule.floor for name, rule in RULES.items()}
 
 
 class ModuleShape(Protocol):
@@ -53,9 +57,9 @@ class Allocation:
     policy, budget, ceiling: what was asked for, and what it means for this fleet.
     k: int64 [M], retained ranks, in the order of the problem.
     spent, slack: compact parameters used, and left of the ceiling.
-    gap: bound on the energy that any choice above the same floor could add; for the uniform policy, any
-        choice above the spectral policy's floor.
-    retained_energy: share of the fleet's absolute squared energy that is kept.
+    gap: bound on what any choice above the same floor could add to the policy's objective, in its unit; for
+        policies without such a sum, to the absolute energy (for ``uniform``, above the spectral policy's floor).
+    retained_energy: share of the fleet's absolute squared energy that is kept, in the norm of the spectra.
     seconds: wall time of the choice itself.
     """
 
@@ -90,21 +94,18 @@ def allocate(
     budget: Budget,
     *,
     bytes_per_parameter: int = 2,
-    k_max: int | None = None,
+    options: Options = DEFAULTS,
 ) -> Allocation:
-    """Choose ranks by ``policy`` under ``budget``; ``k_max`` caps every rank of the spectral policies.
+    """Choose ranks by ``policy`` under ``budget``; the norm is that of the problem's spectra.
 
-    Raises BudgetError as :func:`loraforge.allocate.budget.ceiling` does, and for a ``k_max`` below 1.
+    Raises BudgetError as :func:`loraforge.allocate.budget.ceiling` does and for options out of range, UsageError for
+    an option that ``policy`` does not know, InputError for traffic or costs that do not fit the fleet.
     """
-    if k_max is not None and k_max < 1:
-        raise BudgetError(f"{k_max} is not a rank", key="--k-max", remedy="pass a positive number")
+    rule = RULES[policy]
+    _check(policy, rule, options)
     with Timer() as timer:
         limit = ceiling(budget, problem.rank, problem.cost, bytes_per_parameter=bytes_per_parameter)
-        floor = (
-            np.ones_like(problem.rank) if policy == "spectral-nofloor" else half_uniform_floor(limit.uniform)
-        )
-        chosen = spectral(problem, limit.params, floor, k_max=None if policy == "uniform" else k_max)
-        k = limit.uniform if policy == "uniform" else chosen.k
+        k, gap = _choose(problem, rule, limit, options)
     spent = problem.parameters(k)
     return Allocation(
         policy=policy,
@@ -113,12 +114,100 @@ def allocate(
         k=k,
         spent=spent,
         slack=limit.params - spent,
-        gap=chosen.gap
-        if k is chosen.k
-        else max(0.0, problem.energy(chosen.k) + chosen.gap - problem.energy(k)),
+        gap=gap,
         retained_energy=problem.retained_energy(k),
         seconds=timer.s,
     )
+
+
+def _check(policy: Policy, rule: Rule, options: Options) -> None:
+    if options.k_max is not None and options.k_max < 1:
+        raise BudgetError(f"{options.k_max} is not a rank", key="--k-max", remedy="pass a positive number")
+    given = [field.name for field in fields(options) if getattr(options, field.name) not in (None, False)]
+    if isinstance(rule.choose, Uniform | Cut):
+        refused = given
+    elif isinstance(rule.choose, Fair):
+        refused = [name for name in given if name in ("traffic", "fused", "cost")]
+    else:
+        refused = []
+    if refused:
+        option = "--" + refused[0].replace("_", "-")
+        raise UsageError(
+            f"the {policy} policy does not take this option",
+            key=option,
+            remedy="leave it out, or choose spectral or another policy that maximises a sum",
+        )
+
+
+def _choose(problem: Problem, rule: Rule, limit: Ceiling, options: Options) -> tuple[Ints, float]:
+    """Ranks, int64 [M], and a bound on what another choice could add."""
+    ones = np.ones_like(problem.rank)
+    match rule.choose:
+        case Uniform():
+            k = limit.uniform
+            return k, _gap(problem, limit.params, half_uniform_floor(k), problem.rank, k)
+        case Cut(score, each_adapter):
+            k = (
+                threshold_by_adapter(problem, score, limit.uniform)
+                if each_adapter
+                else threshold(problem, score, limit.params)
+            )
+            return k, _gap(problem, limit.params, ones, problem.rank, k)
+        case Fair():
+            floor, cap = _bounds(problem, rule, limit.uniform, options)
+            k = fair(problem, limit.params, floor, cap)
+            return k, _gap(problem, limit.params, floor, cap, k)
+        case Greedy(objective):
+            if options.traffic is not None:
+                objective = traffic_weighted(objective, options.traffic)
+            return _greedy(problem, weighed(problem, objective), rule, limit, options)
+
+
+def _greedy(
+    problem: Problem, weighed_: Problem, rule: Rule, limit: Ceiling, options: Options
+) -> tuple[Ints, float]:
+    fused = fuse(weighed_) if options.fused else None
+    target = weighed_ if fused is None else fused.problem
+    uniform_ = limit.uniform if fused is None else fused.gather(limit.uniform)
+    floor, cap = _bounds(target, rule, uniform_, options)
+    if options.cost is None:
+        chosen = spectral(target, limit.params, floor, cap=cap)
+        k, gap = chosen.k, chosen.gap
+    else:
+        reach = options.cost(problem)
+        reach = reach if fused is None else fused.add(reach)
+        k = _under_both(target, reach, limit.params, uniform_, floor, cap)
+        gap = _gap(target, limit.params, floor, cap, k)
+    return (k if fused is None else fused.expand(k)), gap
+
+
+def _under_both(problem: Problem, reach: Floats, params: int, uniform_: Ints, floor: Ints, cap: Ints) -> Ints:
+    first = problem.offsets[:-1]
+    most, least = (float(reach[first + ranks - 1].sum()) for ranks in (uniform_, floor))
+    if least > most:
+        raise BudgetError(
+            f"the floors of adapters cost {least:g} as --cost counts, the uniform ranks {most:g}",
+            key="--adapter-floor",
+            remedy="lower it",
+        )
+    return select_by_cost(problem, reach, most, params, floor, cap)
+
+
+def _bounds(problem: Problem, rule: Rule, uniform_: Ints, options: Options) -> tuple[Ints, Ints]:
+    """Floor and cap of every rank, int64 [M] each, floor <= cap."""
+    cap = problem.rank if options.k_max is None else np.minimum(problem.rank, options.k_max)
+    floor = half_uniform_floor(uniform_) if rule.floor == HALF else np.ones_like(problem.rank)
+    if options.adapter_ceiling is not None:
+        cap = np.minimum(cap, most_ranks(problem, uniform_, floor, options.adapter_ceiling))
+    if options.adapter_floor is not None:
+        floor = least_ranks(problem, uniform_, floor, options.adapter_floor)
+    return np.minimum(floor, cap), cap
+
+
+def _gap(problem: Problem, params: int, floor: Ints, cap: Ints, k: Ints) -> float:
+    """Most energy that a choice between ``floor`` and ``cap`` could add to that of ``k``."""
+    best = spectral(problem, params, floor, cap=cap)
+    return max(0.0, problem.energy(best.k) + best.gap - problem.energy(k))
 
 
 def allocation_records(problem: Problem, allocation: Allocation) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +51,42 @@ class Problem:
         """int64 [M + 1]: module m owns ``sigma[offsets[m]:offsets[m + 1]]``."""
         return np.concatenate(([0], np.cumsum(self.rank, dtype=np.int64)))
 
+    @cached_property
+    def place(self) -> Ints:
+        """int64 [sum of rank]: 1, 2, ... within each module."""
+        return np.arange(1, len(self.sigma) + 1) - np.repeat(self.offsets[:-1], self.rank)
+
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order of their first module."""
+        return tuple(dict.fromkeys(adapter for adapter, _ in self.names))
+
+    @cached_property
+    def owner(self) -> Ints:
+        """int64 [M]: the adapter of each module, as an index into ``adapters``."""
+        index = {adapter: number for number, adapter in enumerate(self.adapters)}
+        return np.array([index[adapter] for adapter, _ in self.names], dtype=np.int64)
+
+    def by_adapter(self, values: Floats) -> Floats:
+        """Sums of ``values`` (float64 [M]) over the modules of each adapter, float64 [adapters]."""
+        sums: Floats = np.bincount(self.owner, values, len(self.adapters)).astype(np.float64)
+        return sums
+
+    def members(self) -> Iterator[tuple[Ints, Problem]]:
+        """Each adapter alone: the indices of its modules (int64), and the problem that they make."""
+        direction_owner = np.repeat(self.owner, self.rank)
+        for number in range(len(self.adapters)):
+            index = np.flatnonzero(self.owner == number)
+            yield (
+                index,
+                Problem(
+                    [self.names[i] for i in index.tolist()],
+                    self.rank[index],
+                    self.cost[index],
+                    self.sigma[direction_owner == number],
+                ),
+            )
+
     def parameters(self, k: Ints) -> int:
         """Compact parameters of ranks ``k`` (int64 [M])."""
         return int(k @ self.cost)
@@ -61,6 +97,10 @@ class Problem:
         # the appended zero lets the last bound point at the end
         sums: Floats = np.add.reduceat(np.append(np.square(self.sigma), 0.0), bounds)[::2]
         return sums
+
+    def adapter_energy(self, k: Ints) -> Floats:
+        """Squared energy that ranks ``k`` (int64 [M]) retain of each adapter, float64 [adapters]."""
+        return self.by_adapter(self.module_energy(k))
 
     def energy(self, k: Ints) -> float:
         """Squared energy of the fleet that ranks ``k`` (int64 [M]) retain."""

@@ -41,8 +41,8 @@ def half_uniform_floor(uniform: Ints) -> Ints:
     return np.maximum(1, (uniform + 1) // 2)
 
 
-def spectral(problem: Problem, ceiling: int, floor: Ints, *, k_max: int | None = None) -> Selection:
-    """Fill ``ceiling`` parameters greedily, starting at ranks ``floor`` (int64 [M]).
+def spectral(problem: Problem, ceiling: int, floor: Ints, *, cap: Ints | int | None = None) -> Selection:
+    """Fill ``ceiling`` parameters greedily, from ranks ``floor`` (int64 [M]) up to ranks ``cap`` (all, or int64 [M]).
 
     The rule: take the remaining direction of the largest energy per parameter that still fits, ties going to
     the lower module, then the lower direction; go on until none fits. A stable sort gives the order. Slack
@@ -57,19 +57,19 @@ def spectral(problem: Problem, ceiling: int, floor: Ints, *, k_max: int | None =
 
     Raises ValueError where the floor exceeds a nominal rank or the ceiling.
     """
-    cap = problem.rank if k_max is None else np.minimum(problem.rank, k_max)
+    cap = problem.rank if cap is None else np.minimum(problem.rank, cap)
     start = np.minimum(floor, cap)
     slack = ceiling - problem.parameters(start)
     if start.min() < 1 or (floor > problem.rank).any() or slack < 0:
         raise ValueError("the rank floor must lie between 1 and the nominal ranks, and fit the ceiling")
 
     purse = _Purse(slack)
-    purse.fill(*_candidates(problem, start, np.where(problem.cost <= slack, cap, start)))
+    purse.fill(*candidates(problem, start, np.where(problem.cost <= slack, cap, start)))
     k = start + np.bincount(np.concatenate(purse.taken), minlength=len(start))
     return Selection(k, ceiling - purse.slack, purse.slack, purse.rejected or 0.0, max(0.0, purse.gap))
 
 
-def _candidates(problem: Problem, start: Ints, stop: Ints) -> tuple[Modules, Floats, Ints]:
+def candidates(problem: Problem, start: Ints, stop: Ints) -> tuple[Modules, Floats, Ints]:
     """Module, density and cost of directions ``start[m] <= j < stop[m]``, module after module."""
     count = stop - start
     module = np.repeat(np.arange(len(count), dtype=np.int32), count)

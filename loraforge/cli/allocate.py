@@ -20,7 +20,9 @@ def allocate(
     out: Annotated[
         Path, typer.Option("-o", "--out", help="allocation file to write (JSON)", show_default=False)
     ],
-    policy: Annotated[str, typer.Option(help="uniform, spectral or spectral-nofloor")] = "spectral",
+    policy: Annotated[
+        str, typer.Option(help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md")
+    ] = "spectral",
     budget: Annotated[str | None, typer.Option(help="share of the nominal ranks: 1/12 or 0.25")] = None,
     params: Annotated[int | None, typer.Option(help="or: parameters of the whole fleet")] = None,
     bytes_: Annotated[
@@ -29,7 +31,25 @@ def allocate(
     dtype: Annotated[
         str, typer.Option(help="what --bytes counts: bfloat16, float16 or float32, or source")
     ] = "bfloat16",
-    k_max: Annotated[int | None, typer.Option(help="cap on every rank (spectral policies)")] = None,
+    k_max: Annotated[int | None, typer.Option(help="cap on every rank")] = None,
+    adapter_floor: Annotated[
+        str | None, typer.Option(help="least an adapter gets, as a share of its uniform cost: 1/2")
+    ] = None,
+    adapter_ceiling: Annotated[
+        str | None, typer.Option(help="most an adapter gets, in multiples of its uniform cost: 2")
+    ] = None,
+    traffic: Annotated[
+        Path | None, typer.Option(help="shares of requests by adapter (JSON) that weigh energies")
+    ] = None,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="equal ranks for q, k, v and for gate, up of an adapter")
+    ] = False,
+    cost: Annotated[
+        str, typer.Option(help="a second ceiling: bytes:8,16,32 (ranks padded), or JSON of microseconds")
+    ] = "parameters",
+    moments: Annotated[
+        Path | None, typer.Option(help="file of `loraforge moments`, for the activation policies")
+    ] = None,
     cache: Annotated[Path, typer.Option(help="folder of the factor cache")] = Path(".cache/loraforge"),
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, for missing factors")] = "auto",
     records: Annotated[
@@ -40,6 +60,7 @@ def allocate(
 ) -> None:
     """Choose the retained rank of every module; factorise what the cache lacks."""
     from loraforge.allocate.budget import floor_warning, parse_budget
+    from loraforge.allocate.options import Options, load_traffic, parse_cost, parse_share
     from loraforge.export.options import DTYPES, parse_dtype, parse_method, parse_policy
     from loraforge.files import refuse_unwritable, write_jsonl
 
@@ -47,23 +68,38 @@ def allocate(
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
     chosen_policy, chosen_method = parse_policy(policy), parse_method(method)
     width = DTYPES[parse_dtype(dtype)]
+    least = None if adapter_floor is None else parse_share(adapter_floor, "--adapter-floor")
+    most = None if adapter_ceiling is None else parse_share(adapter_ceiling, "--adapter-ceiling")
+    options = Options(
+        k_max=k_max,
+        adapter_floor=least,
+        adapter_ceiling=most,
+        traffic=None if traffic is None else load_traffic(traffic),
+        fused=fused,
+        cost=parse_cost(cost, width or 2),
+    )
     for path in (out, records):
         if path is not None:
             refuse_unwritable(path)
 
+    from loraforge.activation.entries import entries_of, require_moments
+    from loraforge.activation.moments import load_moments
     from loraforge.allocate.allocation import allocation_file, save_allocation
     from loraforge.allocate.policy import allocate as choose
     from loraforge.allocate.policy import allocation_records, problem_of
     from loraforge.compress import widest
-    from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.lock import fleet_name
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
     from loraforge.progress import say
 
+    require_moments(chosen_policy, moments)
     fleet = open_source(source, ReadOptions(allow_pickle, base))
-    problem = problem_of(factorise_fleet(fleet, cache, method=chosen_method))
-    chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width or widest(fleet), k_max=k_max)
+    known = None if moments is None else load_moments(moments)
+    problem = problem_of(entries_of(fleet, cache, moments=known, method=chosen_method))
+    chosen = choose(
+        problem, chosen_policy, wanted, bytes_per_parameter=width or widest(fleet), options=options
+    )
     if warning := floor_warning(wanted, chosen.ceiling, problem.rank, problem.cost):
         say(warning)
     save_allocation(allocation_file(fleet_name(source), problem, chosen), out)

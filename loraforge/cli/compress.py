@@ -27,7 +27,9 @@ def compress(
     ] = None,
     params: Annotated[int | None, typer.Option(help="most parameters of the whole fleet, instead")] = None,
     bytes_: Annotated[int | None, typer.Option("--bytes", help="most bytes of all factors, instead")] = None,
-    policy: Annotated[str, typer.Option(help="spectral, uniform or spectral-nofloor")] = "spectral",
+    policy: Annotated[
+        str, typer.Option(help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md")
+    ] = "spectral",
     layout: Annotated[str, typer.Option(help="ragged (PEFT, vLLM), padded (SGLang) or both")] = "both",
     cache: Annotated[Path, typer.Option(help="folder of the factor cache")] = Path(".cache/loraforge"),
     dtype: Annotated[
@@ -37,6 +39,9 @@ def compress(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="keep no factors: faster on a GPU where one budget is all")
     ] = False,
+    moments: Annotated[
+        Path | None, typer.Option(help="file of `loraforge moments`, for the activation policies")
+    ] = None,
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
@@ -70,6 +75,7 @@ def compress(
         force=force,
         devices=device_names(devices),
         options=ReadOptions(allow_pickle=allow_pickle, base=base),
+        moments=moments,
     )
     show_summary(result, out)
 

@@ -39,6 +39,12 @@ def run(
     ),
     tasks: Annotated[Path, typer.Option(help="folder of the published tasks")] = Path("config/tasks"),
     device: Annotated[str | None, typer.Option(help="torch device instead of the configuration's")] = None,
+    moments: Annotated[
+        Path | None, typer.Option(help="file of moments that activation policies were allocated with")
+    ] = None,
+    expanded: Annotated[
+        list[Path] | None, typer.Option(help="folders of `loraforge cts`, each scored as an arm")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="adapters scored at once instead of the configuration's")
     ] = None,
@@ -58,7 +64,14 @@ def run(
     if names == "all":
         names = [entry.name for entry in load_lock(settled.fleet).adapters]
     settings = Settings.of(
-        quality, base=base, tasks=tasks, cache=cache, allocations=allocations, method=settled.factor.method
+        quality,
+        base=base,
+        tasks=tasks,
+        cache=cache,
+        allocations=allocations,
+        method=settled.factor.method,
+        moments=moments,
+        expanded=expanded or (),
     )
     with Timer() as timer:
         records = evaluate_fleet(settled.fleet, list(names), settings, jobs=jobs or quality.jobs)

@@ -26,6 +26,9 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
     ] = "bfloat16",
+    moments: Annotated[
+        Path | None, typer.Option(help="file of moments that an activation policy was allocated with")
+    ] = None,
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, of the factors")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
     allow_pickle: AllowPickle = False,
@@ -42,18 +45,22 @@ def export(
     refuse_non_empty(out, force=force)
     refuse_to_replace(out, [allocation, *source, cache])
 
-    from loraforge.export.directions import cached_source
+    from loraforge.activation.entries import entries_of, require_moments, source_of
+    from loraforge.activation.moments import load_moments
     from loraforge.export.writer import export_fleet, require_same_modules
-    from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
 
     ranks = load_allocation(allocation)
+    require_moments(ranks.policy, moments)
+    known = None if moments is None else load_moments(moments)
     fleet = open_source(source, ReadOptions(allow_pickle, base))
     require_same_modules(fleet, ranks)
     manifest = export_fleet(
         fleet,
-        cached_source(fleet, factorise_fleet(fleet, cache, method=chosen), method=chosen),
+        source_of(
+            fleet, entries_of(fleet, cache, moments=known, method=chosen), moments=known, method=chosen
+        ),
         ranks,
         out,
         layouts=layouts,

@@ -52,8 +52,32 @@ def action_error(
     x = probes(a.shape[1])
     directions = leading_right_directions(ordered_a)
     wanted = scale * (b @ (a @ (directions.T @ (directions @ x))))
-    difference = float(torch.linalg.norm(out_b @ (out_a @ x) - wanted))
-    norm = float(torch.linalg.norm(wanted))
+    return relative_error(out_b @ (out_a @ x), wanted)
+
+
+def output_action_error(
+    original: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    ordered_b: torch.Tensor,
+    exported: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """:func:`action_error` of factors ordered by their outputs: R = U_k U_k^T s B A.
+
+    Parameters
+    ----------
+    ordered_b: B = U g [d_out, k] with orthogonal columns, as :mod:`loraforge.activation.whitened` makes it.
+    """
+    a, b = (factor.double() for factor in original)
+    out_a, out_b = (factor.double() for factor in exported)
+    x = probes(a.shape[1])
+    directions = leading_right_directions(ordered_b.mT)
+    wanted = scale * (directions.mT @ ((directions @ b) @ (a @ x)))
+    return relative_error(out_b @ (out_a @ x), wanted)
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """|found - wanted|_F / |wanted|_F; 0 for 0/0."""
+    difference, norm = float(torch.linalg.norm(found - wanted)), float(torch.linalg.norm(wanted))
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / norm

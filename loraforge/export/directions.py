@@ -12,7 +12,7 @@ import torch
 from loraforge.allocate.policy import Spectra
 from loraforge.allocate.problem import Floats
 from loraforge.errors import InputError
-from loraforge.export.certificate import action_error
+from loraforge.export.certificate import action_error, output_action_error
 from loraforge.factor import gpu
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.engine import Method
@@ -147,13 +147,19 @@ def keep_factors(
     original: tuple[torch.Tensor, torch.Tensor],
     ordered: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
+    *,
+    whitened: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """``ordered`` A [k, d_in] and B [d_out, k] as ``dtype``, and their action error against ``original``.
 
-    Raises InputError, naming the module, where ``dtype`` cannot hold them.
+    ``whitened``: they are ordered in the norm of activations, so that the columns of B are orthogonal, not the rows
+    of A. Raises InputError, naming the module, where ``dtype`` cannot hold them.
     """
     a, b = cast_factors(adapter, module.name, ordered, dtype)
-    error = action_error(original, module.scale, ordered[0], (a, b))
+    if whitened:
+        error = output_action_error(original, module.scale, ordered[1], (a, b))
+    else:
+        error = action_error(original, module.scale, ordered[0], (a, b))
     if error > accepted_error(dtype):
         raise InputError(
             f"{dtype_name(dtype)} cannot hold these factors (action error {error:.1e}, largest value "
@@ -169,5 +175,8 @@ def _keep(
     cached: CachedAdapter, reader: FactorReader, module: LoraModule, k: int, dtype: torch.dtype
 ) -> Kept:
     ordered = cached.factors(module.name, k)
-    a, b, error = keep_factors(reader.adapter, module, reader.factors(module), ordered, dtype)
-    return Kept(a, b, error, cached.spectrum(module.name), cached.modules[module.name].path)
+    path = cached.modules[module.name].path
+    a, b, error = keep_factors(
+        reader.adapter, module, reader.factors(module), ordered, dtype, whitened=path == "whitened"
+    )
+    return Kept(a, b, error, cached.spectrum(module.name), path)

@@ -52,7 +52,10 @@ class ModuleEntry(_Strict):
     scale: float = Field(description="scale of the original; the exported factors have scale 1")
     d_in: int = Field(ge=1, description="input features")
     d_out: int = Field(ge=1, description="output features")
-    path: str = Field(pattern=r"^(gram|tsqr|reference)$", description="how the ordered factors were built")
+    path: str = Field(
+        pattern=r"^(gram|tsqr|reference|whitened)$",
+        description="how the ordered factors were built; whitened: in the norm of activations",
+    )
     certificate: Certificate
     compact_parameters: int = Field(ge=1, description="k (d_in + d_out)")
     physical_bytes: dict[Layout, int] = Field(description="bytes of both factors on disk, by layout")

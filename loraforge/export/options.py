@@ -14,7 +14,8 @@ DTYPES: dict[str, int | None] = {"bfloat16": 2, "float16": 2, "float32": 4, "sou
 T = TypeVar("T", bound=str)
 
 
-def _choose(option: str, text: str, choices: tuple[T, ...], *, also: tuple[str, ...] = ()) -> T:
+def choose(option: str, text: str, choices: tuple[T, ...], *, also: tuple[str, ...] = ()) -> T:
+    """``text`` as one of ``choices``. Raises UsageError, which names them and ``also``, for another."""
     for choice in choices:
         if choice == text:
             return choice
@@ -25,19 +26,19 @@ def _choose(option: str, text: str, choices: tuple[T, ...], *, also: tuple[str, 
 
 def parse_policy(text: str) -> Policy:
     """The policy named by ``text``. Raises UsageError for an unknown one."""
-    return _choose("policy", text, get_args(Policy))
+    return choose("policy", text, get_args(Policy))
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
     """The layout named by ``text``, or all for ``both``. Raises UsageError for an unknown one."""
-    return LAYOUTS if text == "both" else (_choose("layout", text, LAYOUTS, also=("both",)),)
+    return LAYOUTS if text == "both" else (choose("layout", text, LAYOUTS, also=("both",)),)
 
 
 def parse_dtype(text: str) -> str:
     """``text`` if it is a key of :data:`DTYPES`. Raises UsageError for an unknown one."""
-    return _choose("dtype", text, tuple(DTYPES))
+    return choose("dtype", text, tuple(DTYPES))
 
 
 def parse_method(text: str) -> Method:
     """The factor method named by ``text``. Raises UsageError for an unknown one."""
-    return _choose("method", text, get_args(Method))
+    return choose("method", text, get_args(Method))

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 import yaml
 
+from loraforge.activation.entries import entries_of, entry_key, require_moments
+from loraforge.activation.moments import Moments, load_moments
 from loraforge.allocate.allocation import AllocationFile, load_allocation
-from loraforge.config import QualityConfig
+from loraforge.allocate.policies import RULES
+from loraforge.config import Policy, QualityConfig
+from loraforge.cts.report import load_report
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, IntegrityError, MissingDependencyError, UsageError
-from loraforge.factor.cache import cache_key
 from loraforge.factor.engine import Method
-from loraforge.factor.fleet import factorise_fleet
 from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.lock import load_lock
@@ -52,7 +54,11 @@ _STAGE = ("quality/arms.py", "quality/harness.py", "quality/metrics.py")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker process needs to score adapters; paths as the caller gives them."""
+    """What a worker process needs to score adapters; paths as the caller gives them.
+
+    ``moments``: the file that activation policies were allocated with. ``expanded``: folders of ``loraforge cts``,
+    each an arm of its own.
+    """
 
     base: Path
     tasks: Path
@@ -64,10 +70,21 @@ class Settings:
     batch_size: int
     device: str
     method: Method = "auto"
+    moments: Path | None = None
+    expanded: tuple[Path, ...] = ()
 
     @classmethod
     def of(
-        cls, config: QualityConfig, *, base: Path, tasks: Path, cache: Path, allocations: Path, method: Method
+        cls,
+        config: QualityConfig,
+        *,
+        base: Path,
+        tasks: Path,
+        cache: Path,
+        allocations: Path,
+        method: Method,
+        moments: Path | None = None,
+        expanded: Sequence[Path] = (),
     ) -> Settings:
         """Settings of a configuration's quality section."""
         return cls(
@@ -81,6 +98,8 @@ class Settings:
             batch_size=config.batch_size,
             device=resolve_device(config.device),
             method=method,
+            moments=moments,
+            expanded=tuple(expanded),
         )
 
 
@@ -187,7 +206,10 @@ def evaluate_fleet(
     Raises UsageError for an adapter or a task that does not exist, InputError for allocations or factors that
     do, IntegrityError for an adapter that is not the locked one.
     """
-    arms = arms_of(settings.policies, settings.budgets)
+    arms = [
+        *arms_of(settings.policies, settings.budgets),
+        *(expanded_arm(folder) for folder in settings.expanded),
+    ]
     jobs = min(jobs, len(names))
     found: dict[str, list[dict[str, Any]]] = {}
     with progress("eval", len(names) * len(arms)) as ticker:
@@ -219,7 +241,11 @@ def _evaluate_arm(lock: Path, name: str, arm: Arm, settings: Settings) -> dict[s
     for file in (source / f"{task}.yaml", source / "test.jsonl"):
         if not file.is_file():
             raise UsageError("no such task file", path=file, remedy=f"run `loraforge tasks publish {task}`")
-    allocation = None if arm in (BASE, ORIGINAL) else _allocation(settings.allocations, arm)
+    expanded = _expanded(settings.expanded, arm, name)
+    allocation = (
+        None if arm in (BASE, ORIGINAL) or expanded is not None else _allocation(settings.allocations, arm)
+    )
+    moments = None if allocation is None else _moments(settings, allocation.policy)
     ranks = None if allocation is None else allocation.ranks.get(name)
     if allocation is not None and ranks is None:
         raise InputError(f"no ranks of adapter {name}", path=settings.allocations, remedy="allocate again")
@@ -231,7 +257,7 @@ def _evaluate_arm(lock: Path, name: str, arm: Arm, settings: Settings) -> dict[s
         "model": model_sha256,
         "adapter": None if arm == BASE else adapter.weights_sha256,
         "scales": None if arm == BASE else {module.name: module.scale for module in adapter.modules},
-        "factors": None if ranks is None else cache_key(adapter, settings.method),
+        "factors": None if ranks is None else entry_key(adapter, moments=moments, method=settings.method),
         "ranks": ranks,
         "limit": settings.limit,
         "batch_size": settings.batch_size,
@@ -240,14 +266,18 @@ def _evaluate_arm(lock: Path, name: str, arm: Arm, settings: Settings) -> dict[s
         "lm_eval": LM_EVAL,
         "source": source_digest(*_STAGE),
     }
+    if expanded is not None:
+        identity["expanded"] = expanded.weights_sha256
     path = settings.cache / "quality" / f"{sha256_text(canonical_json(identity))}.json"
     if path.is_file():
         record: dict[str, Any] = read_json(path)
         return {**record, "adapter": name}  # a base record serves every adapter of its task
     updates = None
     if ranks is not None:
-        [cached] = factorise_fleet([adapter], settings.cache, method=settings.method)
+        [cached] = entries_of([adapter], settings.cache, moments=moments, method=settings.method)
         updates = truncated_updates(adapter, cached, ranks)
+    elif expanded is not None:
+        updates = original_updates(expanded)
     elif arm == ORIGINAL:
         updates = original_updates(adapter)
     harness = _harness(settings.base, settings.tasks, settings.device, settings.batch_size)
@@ -300,6 +330,29 @@ def _adapter(lock: Path, name: str) -> tuple[Adapter, str]:
                 "is not the locked file", path=adapter.path / file, remedy="restore it, or lock anew"
             )
     return adapter, entry.task
+
+
+@cache
+def _moments(settings: Settings, policy: Policy) -> Moments | None:
+    """The moments that ``policy`` measures by; None where it measures weights."""
+    if RULES[policy].norm == "weights":
+        return None
+    require_moments(policy, settings.moments)
+    return None if settings.moments is None else load_moments(settings.moments)
+
+
+@cache
+def _expanded(folders: tuple[Path, ...], arm: Arm, name: str) -> Adapter | None:
+    """Adapter ``name`` of the folder that holds ``arm``; None where none does."""
+    found = next((folder for folder in folders if expanded_arm(folder) == arm), None)
+    return None if found is None else open_adapter(found / name)
+
+
+@cache
+def expanded_arm(folder: Path) -> Arm:
+    """The arm that a folder of ``loraforge cts`` holds. Raises InputError for another folder."""
+    report = load_report(folder)
+    return Arm(report.arm, report.budget)
 
 
 @cache

@@ -13,6 +13,7 @@ from adapter_folders import MakeAdapter
 
 from loraforge.allocate.allocation import AllocationFile, allocation_file, load_allocation, save_allocation
 from loraforge.allocate.budget import parse_budget
+from loraforge.allocate.options import Options
 from loraforge.allocate.policy import allocate, allocation_records
 from loraforge.allocate.problem import Problem
 from loraforge.allocate.uniform import uniform
@@ -65,9 +66,9 @@ def test_policies_in_order_of_freedom(small: Problem) -> None:
 
 
 def test_k_max_caps_spectral_ranks(small: Problem) -> None:
-    assert allocate(small, "spectral", parse_budget("1/2"), k_max=2).k.max() == 2
+    assert allocate(small, "spectral", parse_budget("1/2"), options=Options(k_max=2)).k.max() == 2
     with pytest.raises(BudgetError, match="--k-max: 0 is not a rank"):
-        allocate(small, "spectral", parse_budget("1/2"), k_max=0)
+        allocate(small, "spectral", parse_budget("1/2"), options=Options(k_max=0))
 
 
 def test_parameters_as_ceiling(small: Problem) -> None:
@@ -96,7 +97,7 @@ def test_records_are_valid_evidence(small: Problem) -> None:
     ("change", "message"),
     [
         ({"spent": 1}, "not an allocation file (Value error, spent 1 and slack"),
-        ({"policy": "best"}, "policy: not an allocation file (Input should be 'uniform', 'spectral' or"),
+        ({"policy": "best"}, "policy: not an allocation file (Input should be 'uniform', 'spectral', "),
         (
             {"ranks": {"x": {"q": 0}}},
             "ranks.x.q: not an allocation file (Input should be greater than or equal to 1",

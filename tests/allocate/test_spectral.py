@@ -76,7 +76,7 @@ def cases(
 @settings(max_examples=300, deadline=None)
 def test_equals_the_reference(case: tuple[list[list[float]], list[int], int, list[int]], k_max: int) -> None:
     spectra, cost, ceiling, floor = case
-    chosen = spectral(problem(spectra, cost), ceiling, np.array(floor), k_max=k_max)
+    chosen = spectral(problem(spectra, cost), ceiling, np.array(floor), cap=k_max)
     assert chosen.k.tolist() == reference(spectra, cost, ceiling, floor, k_max)
 
 

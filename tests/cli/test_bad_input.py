@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from loraforge import progress
 from loraforge.cli import main
+from loraforge.config import Policy
 
 MakeAdapter = Callable[..., Path]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -311,7 +313,7 @@ def test_one_budget_is_needed(good: Path, refused: Refusal, budget: tuple[str, .
     [
         (
             ("--policy", "magic"),
-            "--policy: unknown policy 'magic'; choose from uniform, spectral, spectral-nofloor",
+            f"--policy: unknown policy 'magic'; choose from {', '.join(get_args(Policy))}",
         ),
         (("--layout", "round"), "--layout: unknown layout 'round'; choose from ragged, padded, both"),
         (

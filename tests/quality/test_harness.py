@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from adapter_folders import MakeAdapter
 from tiny_model import tiny_model, tiny_tokenizer, write_base
 
-from loraforge.allocate.allocation import AllocationFile, save_allocation
+from loraforge.activation.moments import collect_moments
+from loraforge.allocate.allocation import AllocationFile, load_allocation, save_allocation
+from loraforge.allocate.budget import parse_budget
+from loraforge.cts.export import compress_jointly
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.factor.fleet import factorise_fleet
 from loraforge.fleet.lock import save_lock
@@ -160,3 +164,35 @@ def test_a_changed_adapter_is_refused(study: tuple[Path, Settings]) -> None:
     config.write_text(config.read_text() + "\n")
     with pytest.raises(IntegrityError, match="is not the locked file"):
         evaluate_fleet(lock, [TASK], settings)
+
+
+def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], tmp_path: Path) -> None:
+    lock, settings = study
+    moments = collect_moments(settings.base, ["Some text.", "More of it."], tmp_path / "m.safetensors")
+    uniform = load_allocation(tmp_path / "ranks" / "uniform.json")
+    save_allocation(
+        uniform.model_copy(update={"policy": "activation-uniform"}), tmp_path / "ranks" / "activation.json"
+    )
+    fleet = [open_adapter(lock.parent / "fleet" / TASK)]
+    for variant in ("full", "diagonal"):
+        compress_jointly(
+            fleet, "tiny", parse_budget("1/2"), tmp_path / variant, variant=variant, iterations=3
+        )
+    full = replace(
+        settings,
+        policies=("uniform", "activation-uniform"),
+        moments=moments.path,
+        expanded=(tmp_path / "full", tmp_path / "diagonal"),
+    )
+    records = evaluate_fleet(lock, [TASK], full)
+    arms = [(record["arm"], record["budget"]) for record in records]
+    assert arms[2:] == [
+        ("uniform", "1/4"),
+        ("activation-uniform", "1/4"),
+        ("cts", "1/2"),
+        ("cts-diagonal", "1/2"),
+    ]
+    with pytest.raises(UsageError, match="--moments: the activation-uniform policy measures activations"):
+        evaluate_fleet(lock, [TASK], replace(full, moments=None))
+    with pytest.raises(InputError, match=r"cts\.json"):
+        evaluate_fleet(lock, [TASK], replace(full, expanded=(tmp_path / "ranks",)))

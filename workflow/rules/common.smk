@@ -206,7 +206,7 @@ EVIDENCE = {
 
 
 wildcard_constraints:
-    policy="uniform|spectral|spectral-nofloor",
+    policy="[a-z]+(-[a-z]+)*",
     budget=r"\d+(-\d+)?",
     study="|".join(STUDIES),
     figure="|".join(STUDY_OF),
