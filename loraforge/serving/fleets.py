@@ -114,8 +114,12 @@ def kv_token_bytes(base: Path, width: int = 2) -> int:
         heads = int(config["num_attention_heads"])
         head = int(config.get("head_dim") or config["hidden_size"] // heads)
         return 2 * width * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * head
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise InputError(f"has no {error}", path=path, remedy="leave kv_tokens out") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise InputError(
+            f"is of no dense model ({error})", path=path, remedy="leave kv_tokens out"
+        ) from error
 
 
 def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
@@ -239,8 +243,12 @@ def engine_version(python: Path, names: Sequence[str]) -> str:
             [python, "-c", _FIND, *names], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
+        reason = {
+            subprocess.CalledProcessError: "it does not run Python code",
+            subprocess.TimeoutExpired: "it does not end",
+        }.get(type(error), str(error))
         raise UsageError(
-            f"cannot be run ({error})", path=python, key="python", remedy="name the engine's interpreter"
+            f"cannot be run ({reason})", path=python, key="python", remedy="name the engine's interpreter"
         ) from error
     if not (found := done.stdout.strip()):
         raise UsageError(f"has no {' or '.join(names)}", path=python, key="python", remedy="install it there")
