@@ -14,11 +14,11 @@ import torch
 
 from loraforge.errors import InputError, UsageError
 from loraforge.files import read_json
+from loraforge.runtime.counters import ENVIRONMENT
 from loraforge.runtime.vllm import SWITCH
 from loraforge.runtime.vllm.options import POOL, POOL_BYTES, RANKS
 from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
-from loraforge.serving.counters import ENVIRONMENT
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
 from loraforge.serving.launch import MAX_RANKS, rank_hints, read_fleet

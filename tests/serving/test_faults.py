@@ -103,6 +103,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (_truncated, "not a whole safetensors file"),
     "configuration": (_no_json, "not valid JSON at line 1"),
     "not finite": (lambda folder: _copy(folder, _not_finite), "holds NaN or infinite values"),
+    "no tensor": (lambda folder: _copy(folder, lambda _: {}), "has no tensor of a LoRA layer"),
     "half a pair": (
         lambda folder: _copy(folder, _half_a_pair),
         r"layers\.2\.self_attn\.q_proj: has no lora_B",
