@@ -50,12 +50,19 @@ def vllm(
     are the engine's.
     """
     from loraforge.errors import UsageError
-    from loraforge.runtime.vllm import SWITCH
-    from loraforge.runtime.vllm.version import require, require_plugin
+    from loraforge.runtime.vllm import SWITCH, switch
+    from loraforge.runtime.vllm.version import require, require_any, require_plugin
     from loraforge.serving.engines import is_free
     from loraforge.serving.launch import command, launch, read_fleet
 
-    plugin = os.environ.get(SWITCH, "1") == "1"
+    said = switch()
+    plugin = said == "1"
+    if pool_bytes is not None and not plugin:
+        raise UsageError(
+            f"is room in LoRAForge's pool, and {SWITCH}={said} serves without it",
+            key="--pool-bytes",
+            remedy=f"leave it out, or unset {SWITCH}",
+        )
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
@@ -74,6 +81,7 @@ def vllm(
     typer.echo(shlex.join(line))
     if dry_run:
         return
+    require_any()
     if not is_free(host, port):
         raise UsageError(
             f"port {port} is in use", key="--port", remedy="end what listens there, or choose another port"
