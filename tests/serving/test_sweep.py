@@ -20,6 +20,7 @@ from server import CompletionsServer
 from test_engines import exists, free_port
 
 from loraforge.errors import InputError, OutputError, UsageError
+from loraforge.evidence.targets import TARGETS
 from loraforge.files import sha256_file, sole_writer
 from loraforge.serving.experiment import Experiment, load_experiment
 from loraforge.serving.points import RECORDS, read_sweep
@@ -371,6 +372,22 @@ def test_lengths_of_changed_answers_are_not_repeated(declare: Declare, tmp_path:
     outcome = sweep(path)
     assert outcome.left == 1
     assert "is not what was measured; put the file back as it was" in outcome.problems[0]
+
+
+def test_changed_requests_are_no_evidence(declare: Declare, tmp_path: Path) -> None:
+    target = TARGETS["cpu_serving"]
+    path = declare(fleets=1, experiment="cpu_serving", arms=["spectral_loraforge"])
+    assert sweep(path).left == 0
+    records = tmp_path / "out" / RECORDS
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    target.check(target.parse([json.dumps(row) for row in rows], records), records)
+    rows[-1]["figures"]["tok_s"] *= 1.1
+    with pytest.raises(InputError, match=r"jsonl: gives tok_s .*, its record says"):
+        target.check(target.parse([json.dumps(row) for row in rows], records), records)
+    file = tmp_path / "out" / rows[-1]["requests"]
+    file.write_text(file.read_text().replace('"failure":null', '"failure":"late"', 1))
+    with pytest.raises(InputError, match="is not what was measured; put the file back as it was"):
+        target.check(target.parse([json.dumps(row) for row in rows], records), records)
 
 
 def test_an_interpreter_that_is_none(declare: Declare, tmp_path: Path) -> None:
