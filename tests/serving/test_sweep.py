@@ -408,6 +408,8 @@ def test_an_interpreter_that_is_none(declare: Declare, tmp_path: Path) -> None:
 def test_an_arm_that_is_not_declared(declare: Declare) -> None:
     with pytest.raises(UsageError, match=r"--arms: 'uniform_native' is no arm of small; choose from orig"):
         sweep(declare(), arms=["uniform_native"])
+    with pytest.raises(UsageError, match=r"--arms: names no arm; choose from original_native, spectral_lor"):
+        sweep(declare(), arms=[])
 
 
 def test_fleets_must_hold_the_same_adapters_in_all_weights(
