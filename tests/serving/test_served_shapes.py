@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from loraforge.errors import OutputError
 from loraforge.export.manifest import load_manifest
+from loraforge.factor.gpu.synthetic import write_fleet
 from loraforge.fleet.peft_io import open_fleet
 from loraforge.fleet.shapes import ShapeFleet, shape_fleet
 from loraforge.serving.shapes import CONFIGS, base_shapes, write_base, write_served_fleet
@@ -112,6 +114,9 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
     try:
         with pytest.raises(OutputError, match=r"base: cannot be written \(File too large\)"):
             write_base(SMALL | KINDS["llama"], tmp_path / "base", "cpu", 1)
+        with pytest.raises(OSError, match="File too large"):  # which the folder that it is in translates
+            write_fleet(small_fleet(), tmp_path / "original", torch.device("cpu"), 1)
+        shutil.rmtree(tmp_path / "original")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
