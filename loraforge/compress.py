@@ -21,6 +21,7 @@ from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.stages import Stages
 from loraforge.files import refuse_non_empty, refuse_to_replace, scratch_folder
 from loraforge.fleet.lock import fleet_name
+from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_io import Adapter
 from loraforge.fleet.source import open_source
 from loraforge.progress import say
@@ -45,20 +46,21 @@ def compress(
     dtype: str = "bfloat16",
     force: bool = False,
     devices: Sequence[str] = (),
+    options: ReadOptions = DEFAULT,
 ) -> Compressed:
     """Compress adapter folders, or the fleet of one lock file, under ``budget`` into the folder ``out``.
 
     ``cache`` keeps all factors, so that another budget costs only allocation and export, which a GPU does where there
     is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
     output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
-    :func:`~loraforge.factor.fleet.factorise_fleet`.
+    :func:`~loraforge.factor.fleet.factorise_fleet`. ``options``: what may be read beyond safetensors.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
     with _uncollected():
-        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices)
+        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices, options)
 
 
 @contextmanager
@@ -84,13 +86,14 @@ def _compress(
     dtype: str,
     force: bool,
     devices: Sequence[str],
+    options: ReadOptions,
 ) -> Compressed:
     width = DTYPES[parse_dtype(dtype)]
     refuse_non_empty(Path(out), force=force)
     refuse_to_replace(out, [*source] if cache is None else [*source, cache])
     stages = Stages()
     with stages("verify"):
-        fleet = open_source(source)
+        fleet = open_source(source, options)
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with _factorised(fleet, cache, out, devices, stages) as factors:
         with stages("allocate"):

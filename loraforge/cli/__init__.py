@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks", "Build the task data from the packages that hold them"),
     "eval": ("eval", "Score base, original and compressed adapters with lm-eval"),
     "serve": ("serve", "Serve a fleet of adapters in vLLM"),
-    "bench": ("bench", "Time factor construction"),
+    "bench": ("bench", "Time factor construction, serving kernels and serving"),
     "evidence": ("evidence", "Make, promote and index evidence bags"),
     "figure": ("figure", "Draw a figure from an evidence bag"),
     "audit": ("audit", "Re-hash the evidence and recompute every claim"),

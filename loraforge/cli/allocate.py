@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -33,6 +35,8 @@ def allocate(
     records: Annotated[
         Path | None, typer.Option(help="also write evidence records here (JSON Lines)")
     ] = None,
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Choose the retained rank of every module; factorise what the cache lacks."""
     from loraforge.allocate.budget import floor_warning, parse_budget
@@ -53,10 +57,11 @@ def allocate(
     from loraforge.compress import widest
     from loraforge.factor.fleet import factorise_fleet
     from loraforge.fleet.lock import fleet_name
+    from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
     from loraforge.progress import say
 
-    fleet = open_source(source)
+    fleet = open_source(source, ReadOptions(allow_pickle, base))
     problem = problem_of(factorise_fleet(fleet, cache, method=chosen_method))
     chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width or widest(fleet), k_max=k_max)
     if warning := floor_warning(wanted, chosen.ceiling, problem.rank, problem.cost):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 if TYPE_CHECKING:
     from loraforge.compress import Compressed
 
@@ -38,6 +40,8 @@ def compress(
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Compress a folder of PEFT adapters, or a locked fleet, under one budget."""
     from loraforge.allocate.budget import parse_budget
@@ -53,6 +57,7 @@ def compress(
 
     from loraforge.compress import compress as run
     from loraforge.factor.gpu import device_names
+    from loraforge.fleet.options import ReadOptions
 
     result = run(
         source,
@@ -64,6 +69,7 @@ def compress(
         dtype=dtype,
         force=force,
         devices=device_names(devices),
+        options=ReadOptions(allow_pickle=allow_pickle, base=base),
     )
     show_summary(result, out)
 

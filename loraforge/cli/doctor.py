@@ -85,7 +85,7 @@ def _engine(found: dict[str, Any]) -> str:
         else f"{engine['distribution']} {engine['version']}, supported"
         for engine in found["installed"]
     ]
-    return "; ".join(lines + [found["plugin_problem"]] * (found["plugin_problem"] is not None))
+    return "; ".join(lines + [found[key] for key in ("plugin_problem", "torchvision_problem") if found[key]])
 
 
 def _cpu_kernels(state: dict[str, Any]) -> str:

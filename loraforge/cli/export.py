@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -26,6 +28,8 @@ def export(
     ] = "bfloat16",
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, of the factors")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Write PEFT folders and the retained-rank manifest; factorise what the cache lacks."""
     from loraforge.allocate.allocation import load_allocation
@@ -41,10 +45,11 @@ def export(
     from loraforge.export.directions import cached_source
     from loraforge.export.writer import export_fleet, require_same_modules
     from loraforge.factor.fleet import factorise_fleet
+    from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
 
     ranks = load_allocation(allocation)
-    fleet = open_source(source)
+    fleet = open_source(source, ReadOptions(allow_pickle, base))
     require_same_modules(fleet, ranks)
     manifest = export_fleet(
         fleet,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -22,6 +24,8 @@ def factor(
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
     from loraforge.export.options import parse_method
@@ -34,10 +38,11 @@ def factor(
     from loraforge.factor.fleet import factorise_fleet
     from loraforge.factor.gpu import device_names
     from loraforge.factor.spectra import spectra_records
+    from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
-    fleet = open_source(source)
+    fleet = open_source(source, ReadOptions(allow_pickle, base))
     with Timer() as timer:
         cached = factorise_fleet(fleet, cache, method=chosen, workers=workers, devices=device_names(devices))
     if records is not None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.reading import AllowPickle, BaseFolder
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -27,14 +29,16 @@ def lock(
     base: Annotated[
         Path | None, typer.Option(help="folder of the base model, whose safetensors files are hashed")
     ] = None,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256."""
     from loraforge.fleet.lock import save_lock
     from loraforge.fleet.locking import make_lock
+    from loraforge.fleet.options import ReadOptions
     from loraforge.progress import say
 
     fleet = name or out.name.removesuffix(".json").removesuffix(".lock")
-    made = make_lock(adapters, out, name=fleet, base=base)
+    made = make_lock(adapters, out, name=fleet, base=base, options=ReadOptions(allow_pickle, base))
     save_lock(made, out)
     size = sum(file.bytes for adapter in made.adapters for file in adapter.files)
     say(f"{out}: {len(made.adapters)} adapters over {made.base_model.name}, {size / 1e6:.1f} MB")
@@ -43,12 +47,15 @@ def lock(
 @app.command()
 def verify(
     lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
+    allow_pickle: AllowPickle = False,
+    base: BaseFolder = None,
 ) -> None:
     """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed."""
+    from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
-    fleet = resolve_fleet(lock)
+    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base))
     say(f"{lock}: {len(fleet)} adapters as locked")
 
 

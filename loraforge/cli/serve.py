@@ -5,12 +5,33 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+Fleet = Annotated[
+    Path,
+    typer.Argument(help="what loraforge compress wrote, or a folder of PEFT adapters", show_default=False),
+]
+Extra = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="the engine's own, last", show_default=False),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="base model: folder or org/model; default: what the fleet states"),
+]
+Host = Annotated[str, typer.Option(help="address to listen at")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="port to listen at")]
+Slots = Annotated[int | None, typer.Option(min=1, help="adapters of one batch; default: all of the fleet")]
+PoolBytes = Annotated[
+    int | None, typer.Option(min=1, help="room for live directions; default: what the fleet needs")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the command line, run nothing")]
 
 
 @app.callback()
@@ -20,29 +41,14 @@ def _group() -> None:
 
 @app.command()
 def vllm(
-    fleet: Annotated[
-        Path,
-        typer.Argument(
-            help="what loraforge compress wrote, or a folder of PEFT adapters", show_default=False
-        ),
-    ],
-    extra: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="the engine's own, last", show_default=False),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="base model: folder or org/model; default: what the fleet states"),
-    ] = None,
-    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen at")] = 8000,
-    slots: Annotated[
-        int | None, typer.Option(min=1, help="adapters of one batch; default: all of the fleet")
-    ] = None,
-    pool_bytes: Annotated[
-        int | None, typer.Option(min=1, help="room for live directions; default: what the fleet needs")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command line, run nothing")] = False,
+    fleet: Fleet,
+    extra: Extra = None,
+    base: Base = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    slots: Slots = None,
+    pool_bytes: PoolBytes = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Serve a compressed fleet or a folder of PEFT adapters in vLLM.
 
@@ -51,8 +57,7 @@ def vllm(
     """
     from loraforge.errors import UsageError
     from loraforge.runtime.vllm import SWITCH, switch
-    from loraforge.runtime.vllm.version import require, require_any, require_plugin
-    from loraforge.serving.engines import is_free
+    from loraforge.runtime.vllm.version import require, require_any, require_plugin, require_torchvision
     from loraforge.serving.launch import command, launch, read_fleet
 
     said = switch()
@@ -66,6 +71,7 @@ def vllm(
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
+        require_torchvision()
     arguments = extra or []
     decided = launch(
         read_fleet(fleet),
@@ -77,14 +83,62 @@ def vllm(
         plugin=plugin,
         extra=arguments,
     )
-    line = command(decided, sys.executable, arguments)
+    if not dry_run:
+        require_any()
+    _become(command(decided, sys.executable, arguments), host, port, dry_run=dry_run)
+
+
+@app.command()
+def sglang(
+    fleet: Fleet,
+    extra: Extra = None,
+    base: Base = None,
+    host: Host = "127.0.0.1",
+    port: Port = 30000,
+    slots: Slots = None,
+    pool_bytes: PoolBytes = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Serve a compressed fleet or a folder of PEFT adapters in SGLang.
+
+    The engine is the one of this environment. Prints its command line, then becomes it: signals and the exit code
+    are the engine's.
+    """
+    from loraforge.runtime.sglang import SWITCH
+    from loraforge.runtime.sglang.version import require, require_plugin
+    from loraforge.serving.launch import launch, read_fleet
+    from loraforge.serving.launch_sglang import BASE_SLOTS, command
+
+    plugin = os.environ.get(SWITCH, "1") == "1"
+    if plugin and not dry_run:  # before anything is read
+        require()
+        require_plugin()
+    arguments, served = extra or [], read_fleet(fleet)
+    decided = launch(
+        served,
+        base=base,
+        host=host,
+        port=port,
+        slots=(slots or len(served)) + BASE_SLOTS,
+        pool_bytes=pool_bytes,
+        plugin=plugin,
+        extra=arguments,
+        max_ranks=None,
+    )
+    _become(command(decided, sys.executable, arguments), host, port, dry_run=dry_run)
+
+
+def _become(line: Sequence[str], host: str, port: int, *, dry_run: bool) -> None:
+    """Print the engine's command line and replace this process by it."""
+    from loraforge.errors import UsageError
+    from loraforge.serving.engines import is_free
+
     typer.echo(shlex.join(line))
     if dry_run:
         return
-    require_any()
     if not is_free(host, port):
         raise UsageError(
             f"port {port} is in use", key="--port", remedy="end what listens there, or choose another port"
         )
     sys.stdout.flush()
-    os.execv(line[0], line)
+    os.execv(line[0], list(line))

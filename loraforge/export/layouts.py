@@ -19,6 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from loraforge.config import Layout
+from loraforge.export.portable import portable
+from loraforge.fleet.modules import LoraModule
 
 # How the original was initialised or trained; meaningless, or harmful (a loader that re-initialises the base
 # weights as PiSSA does), for factors that are already final.
@@ -34,14 +36,40 @@ _TRAINING_ONLY = (
     "monteclora_config",
     "velora_config",
 )
+_EXPERT_LINEARS = "experts"  # the group of all of them
 # what makes a regular expression of more than a text with wild dots
 _SPECIAL = re.compile(r"[\\^$*+?{}\[\]()|\n]")
 
 
+def shared_ranks(modules: Sequence[LoraModule], ranks: Mapping[str, int]) -> dict[str, int]:
+    """Retained ranks, raised where one is stored for several modules: what either layout stores at least.
+
+    A stack of experts has one rank, and so have all stacks of one module. Experts that are modules of their own are
+    fused into stacks of the configuration's ``r`` when PEFT loads them into a model of transformers 5.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        group = module.stack.owner if module.stack else _EXPERT_LINEARS if is_expert(module.name) else None
+        if group is not None:
+            groups[group].append(module.name)
+    shared = dict(ranks)
+    for names in groups.values():
+        shared |= dict.fromkeys(names, max(ranks[name] for name in names))
+    return shared
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module is the linear map of one numbered expert."""
+    return re.search(r"\.experts\.\d+\.", name) is not None
+
+
 def layout_rank(layout: Layout, ranks: Mapping[str, int]) -> int:
-    """The adapter's one ``r``: its largest rank (padded) or its most common one, the larger of a tie (ragged)."""
+    """The adapter's one ``r``: its largest rank (padded); its experts', or its most common one, the larger of a tie
+    (ragged)."""
     if layout == "padded":
         return max(ranks.values())
+    if expert := next((name for name in ranks if is_expert(name)), None):
+        return ranks[expert]
     counts = Counter(ranks.values())
     return max(counts, key=lambda rank: (counts[rank], rank))
 
@@ -131,29 +159,42 @@ def target_fields(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     }
 
 
-def adapter_config(config: Mapping[str, Any], layout: Layout, ranks: Mapping[str, int]) -> dict[str, Any]:
+def adapter_config(
+    config: Mapping[str, Any],
+    layout: Layout,
+    ranks: Mapping[str, int],
+    modules: Sequence[LoraModule] = (),
+) -> dict[str, Any]:
     """adapter_config.json of one layout.
 
     Parameters
     ----------
     config: the original's configuration; what does not concern ranks, scale or training is kept.
-    ranks: retained rank by full module name.
+    ranks: stored rank by full module name, before padding.
+    modules: those of the adapter, where some are experts in stacks: ``target_parameters`` names those.
     """
-    names = list(ranks)
+    owners = {module.name: module.stack.owner for module in modules if module.stack}
+    names = [name for name in ranks if name not in owners]
     r = layout_rank(layout, ranks)
     pattern: dict[str, int] = {}
     if layout == "ragged":
         keys = pattern_keys(tuple(names))
-        pattern = {keys[name]: k for name, k in ranks.items() if k != r}
-    kept = {key: value for key, value in config.items() if key not in _TRAINING_ONLY}
+        pattern = {keys[name]: ranks[name] for name in names if ranks[name] != r}
+        # PEFT looks up the parameter's path
+        pattern |= {
+            rf"{re.escape(owner)}\.[^.]+": ranks[name] for name, owner in owners.items() if ranks[name] != r
+        }
+    kept = portable({key: value for key, value in config.items() if key not in _TRAINING_ONLY})
     return {
         **kept,
-        **target_fields(config, names),
+        **(target_fields(config, names) if names else {"target_modules": []}),
         "r": r,
         "lora_alpha": r,
         "use_rslora": False,
         "rank_pattern": pattern,
         "alpha_pattern": dict(pattern),
         "init_lora_weights": True,
+        # the factors of tied layers are truncated each by themselves, and both are stored
+        **({"ensure_weight_tying": False} if config.get("ensure_weight_tying") else {}),
         "inference_mode": True,
     }

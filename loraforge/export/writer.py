@@ -13,7 +13,7 @@ from loraforge.config import Layout
 from loraforge.errors import InputError
 from loraforge.export.certificate import PROBE_SEED, PROBES, energy_splits
 from loraforge.export.directions import Directions, Kept, Source
-from loraforge.export.layouts import adapter_config, layout_rank, module_ranks, pad_factors
+from loraforge.export.layouts import adapter_config, layout_rank, module_ranks, pad_factors, shared_ranks
 from loraforge.export.manifest import (
     ADAPTER_MANIFEST_FILE,
     MANIFEST_FILE,
@@ -27,9 +27,11 @@ from loraforge.export.manifest import (
     save_manifest,
 )
 from loraforge.export.options import LAYOUTS, parse_dtype
+from loraforge.export.portable import portable_name
 from loraforge.files import atomic_folder, canonical_json, refuse_to_replace, sha256_text, write_json
 from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from loraforge.fleet.peft_io import Adapter, LoraModule
+from loraforge.fleet.variants.lora import stack_experts
 from loraforge.progress import progress
 from loraforge.tensor_file import write_tensors
 from loraforge.threads import Background, available_cpus
@@ -44,24 +46,18 @@ def write_adapter(
     """
     adapter = directions.adapter
     ranks = {module.name: ranks[module.name] for module in adapter.modules}
-    passthrough: dict[str, torch.Tensor] = {}
-    if adapter.passthrough:
-        with adapter.reader() as reader:
-            passthrough = {key: reader.tensor(key) for key in adapter.passthrough}
-    stored = {layout: module_ranks(layout, ranks) for layout in layouts}
+    beside = _beside_the_factors(adapter)
+    shared = shared_ranks(adapter.modules, ranks)
+    stored = {layout: module_ranks(layout, shared) for layout in layouts}
     written: dict[Layout, Weights] = {}
     for layout in layouts:
-        tensors = dict(passthrough)
         with directions.here():
-            for module in adapter.modules:
-                kept = directions.modules[module.name]
-                a, b = pad_factors(kept.a, kept.b, stored[layout][module.name])
-                tensors[module.a_key], tensors[module.b_key] = a, b
+            tensors = beside | _factor_tensors(directions, stored[layout])
         folder = out / layout / adapter.name
         folder.mkdir(parents=True)
         file = write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, directions.views)
-        written[layout] = Weights(rank=layout_rank(layout, ranks), sha256=file.sha256, bytes=file.bytes)
-        write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, ranks))
+        written[layout] = Weights(rank=layout_rank(layout, shared), sha256=file.sha256, bytes=file.bytes)
+        write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, shared, adapter.modules))
     splits = energy_splits(
         [directions.modules[module.name].sigma for module in adapter.modules], list(ranks.values())
     )
@@ -69,7 +65,7 @@ def write_adapter(
         weights_sha256=adapter.weights_sha256,
         factor_key=directions.factor_key,
         original_parameters=adapter.n_parameters,
-        original_bytes=adapter.weights_path.stat().st_size,
+        original_bytes=adapter.weights.bytes,
         passthrough=adapter.passthrough,
         layouts=written,
         modules={
@@ -83,6 +79,35 @@ def write_adapter(
             for module, split in zip(adapter.modules, splits, strict=True)
         },
     )
+
+
+def _beside_the_factors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """Tensors by name that no layout changes: those passed through, and the biases of factors of scale 1."""
+    biased = [module for module in adapter.modules if module.bias_name is not None]
+    if not adapter.passthrough and not biased:
+        return {}
+    with adapter.reader() as reader:
+        tensors = {name: reader.tensor(name) for name in adapter.passthrough}
+        for module in biased:
+            if module.bias_name is not None and (bias := reader.bias(module)) is not None:
+                tensors[module.bias_name] = bias
+    return tensors
+
+
+def _factor_tensors(directions: Directions, ranks: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Factors by name, padded to ``ranks``; of experts in a stack, one pair of tensors for all."""
+    tensors: dict[str, torch.Tensor] = {}
+    stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for module in directions.adapter.modules:
+        kept = directions.modules[module.name]
+        pair = pad_factors(kept.a, kept.b, ranks[module.name])
+        if module.stack is None:
+            tensors[module.a_name], tensors[module.b_name] = pair
+        else:  # in the order of their numbers, as the adapter has them
+            stacks.setdefault((module.a_name, module.b_name), []).append(pair)
+    for (a_name, b_name), pairs in stacks.items():
+        tensors[a_name], tensors[b_name] = stack_experts(pairs)
+    return tensors
 
 
 def _entry(
@@ -126,7 +151,7 @@ def _fleet_entry(
 ) -> FleetEntry:
     return FleetEntry(
         name=allocation.fleet,
-        base_model=base_model,
+        base_model=portable_name(base_model),
         policy=allocation.policy,
         budget=allocation.budget,
         floor=allocation.floor,

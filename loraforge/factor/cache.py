@@ -132,6 +132,7 @@ def cache_key(adapter: Adapter, method: Method = "auto") -> str:
                 "method": method,
                 "precision": precision(method),
                 "source": source_digest("factor"),
+                **adapter.derivation,
             }
         )
     )

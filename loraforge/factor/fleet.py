@@ -19,7 +19,7 @@ from loraforge.factor.cache import BuildTiming, CachedAdapter, cache_path, find,
 from loraforge.factor.engine import Method, factorise_adapter, paths_of
 from loraforge.factor.pool import Pool, worker_pool
 from loraforge.factor.stages import Stages
-from loraforge.files import sha256_file, sweep_files
+from loraforge.files import sweep_files
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import Ticker, progress, say
 from loraforge.threads import in_threads
@@ -73,7 +73,7 @@ def factorise_fleet(
 def hash_weights(adapters: Sequence[Adapter]) -> None:
     """Read and hash, in threads, the weights whose SHA-256 nobody has told yet."""
     unknown = [adapter for adapter in adapters if not adapter.hashed]
-    hashes = in_threads(lambda adapter: sha256_file(adapter.weights_path), unknown)
+    hashes = in_threads(lambda adapter: adapter.weights.sha256(), unknown)
     for adapter, sha256 in zip(unknown, hashes, strict=True):
         adapter.state_sha256(sha256)
 

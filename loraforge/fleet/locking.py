@@ -12,35 +12,50 @@ import yaml
 from loraforge.errors import InputError
 from loraforge.files import sha256_file
 from loraforge.fleet.lock import FleetLock, LockedAdapter, LockedBase, LockedFile, PathSource
-from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
+from loraforge.fleet.options import DEFAULT, ReadOptions
+from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, open_fleet
 from loraforge.progress import track
 
-# What decides an adapter and its history; other files beside them (a model card, say) may change freely.
-_REQUIRED = (CONFIG_NAME, WEIGHTS_NAME)
+# The history of an adapter, beside what decides it; other files (a model card, say) may change freely.
 _OPTIONAL = ("recipe.yaml", "training.json")
 
 
-def make_lock(adapters: Sequence[Path], path: Path, *, name: str, base: Path | None = None) -> FleetLock:
+def make_lock(
+    adapters: Sequence[Path],
+    path: Path,
+    *,
+    name: str,
+    base: Path | None = None,
+    options: ReadOptions = DEFAULT,
+) -> FleetLock:
     """Open and hash adapter folders (or folders of them) for a lock that will be written to ``path``.
 
     ``base`` is a folder with the base model's safetensors files, to be hashed too; without it the base model
     is described by name, and by its pins where this package ships them. Raises InputError for whatever
-    :func:`open_fleet` refuses, and for a ``base`` without safetensors.
+    :func:`open_fleet` refuses, for a ``base`` without safetensors, and for an adapter outside the lock's folder.
     """
-    fleet = open_fleet(adapters)
+    fleet = open_fleet(adapters, options)
     described = _pinned_base(fleet[0].base_model) if base is None else _hashed_base(fleet[0].base_model, base)
     locked = [_lock_adapter(adapter, path) for adapter in track(fleet, "hash", len(fleet))]
     return FleetLock(name=name, base_model=described, adapters=tuple(locked))
 
 
 def _lock_adapter(adapter: Adapter, lock: Path) -> LockedAdapter:
+    deciding = (CONFIG_NAME, *(file.name for file in (*adapter.weights.others, *adapter.weights.files)))
     present = [name for name in _OPTIONAL if (adapter.path / name).is_file()]
     files = [
         LockedFile(name=name, bytes=path.stat().st_size, sha256=sha256_file(path))
-        for name, path in ((name, adapter.path / name) for name in (*_REQUIRED, *present))
+        for name, path in ((name, adapter.path / name) for name in (*deciding, *present))
     ]
-    relative = os.path.relpath(adapter.path.resolve(), Path(lock).resolve().parent)
+    place = Path(lock).resolve().parent
+    if not adapter.path.resolve().is_relative_to(place):
+        raise InputError(
+            f"is not in the folder of {lock}, and a lock names nothing outside its own",
+            path=adapter.path,
+            remedy="put the lock beside or above its adapters",
+        )
+    relative = os.path.relpath(adapter.path.resolve(), place)
     return LockedAdapter(
         name=adapter.name,
         task=_task(adapter.path / "recipe.yaml"),

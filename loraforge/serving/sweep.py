@@ -400,8 +400,8 @@ def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
         if key == "host":
             then, now = then.device(stored.protocol), now.device(wanted.protocol)
         if then != now:
-            if isinstance(then, dict):
-                inner = next(part for part in {**then, **now} if then.get(part) != now.get(part))
+            while isinstance(then, dict) and isinstance(now, dict):
+                inner = next(part for part in {**then, **now} if then.get(part, ...) != now.get(part, ...))
                 key, then, now = f"{key}.{inner}", then.get(inner), now.get(inner)
             raise InputError(
                 f"was {_short(then)} when this folder was begun, and is {_short(now)}",

@@ -145,7 +145,8 @@ def test_pickle_checkpoint_is_not_opened(good: Path, refused: Refusal, tmp_path:
     refused(
         good,
         code=3,
-        message=f"{good}/adapter_model.bin: is a pickle checkpoint, which can run code when opened; convert it to "
+        message=f"{good}/adapter_model.bin: is a pickle checkpoint, which can run code when opened; pass "
+        "--allow-pickle to read its tensors and nothing else, or convert it to "
         "safetensors where you trust it: PeftModel.from_pretrained(base, folder).save_pretrained(folder, "
         "safe_serialization=True)",
     )

@@ -24,6 +24,8 @@ from loraforge.runtime.vllm.version import SUPPORTED
         ("0.4.13", "==0.4.13", True),
         ("0.4.14", "==0.4.13", False),
         ("1.5", ">=1.2,==1.5", True),
+        ("3.7.1", ">=3.7,<3.8", True),
+        ("3.9.0", "<3.8,>=3.7", False),
         ("3.0", "", True),
     ],
 )

@@ -331,7 +331,7 @@ def test_hashes_are_told_once(folders: Path, monkeypatch: pytest.MonkeyPatch) ->
     fleet = open_fleet([folders])
     factor_fleet.hash_weights(fleet)
     refuse: Callable[[Path], str] = lambda path: pytest.fail(f"{path} is hashed twice")  # noqa: E731
-    monkeypatch.setattr(factor_fleet, "sha256_file", refuse)
+    monkeypatch.setattr("loraforge.fleet.weight_files.sha256_file", refuse)
     factor_fleet.hash_weights(fleet)
     assert [adapter.weights_sha256 for adapter in fleet] == [
         sha256_file(adapter.weights_path) for adapter in fleet

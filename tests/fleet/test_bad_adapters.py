@@ -12,6 +12,7 @@ from adapter_folders import MakeAdapter, write_adapter
 from safetensors.torch import load_file, save_file
 
 from loraforge.errors import InputError
+from loraforge.fleet.options import ReadOptions
 from loraforge.fleet.peft_io import open_adapter, open_fleet
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -65,9 +66,12 @@ def test_pickle_is_refused_and_never_opened(adapter: Path) -> None:
     pickle.write_bytes(b"cposix\nsystem\n(S'touch " + str(adapter / "ran").encode() + b"'\ntR.")
     refused(
         lambda: open_adapter(adapter),
-        f"{pickle}: is a pickle checkpoint, which can run code when opened; convert it to safetensors where you "
-        "trust it: PeftModel.from_pretrained(base, folder).save_pretrained(folder, safe_serialization=True)",
+        f"{pickle}: is a pickle checkpoint, which can run code when opened; pass --allow-pickle to read its "
+        "tensors and nothing else, or convert it to safetensors where you trust it: "
+        "PeftModel.from_pretrained(base, folder).save_pretrained(folder, safe_serialization=True)",
     )
+    with pytest.raises(InputError, match="not an uncompressed archive"):
+        open_adapter(adapter, options=ReadOptions(allow_pickle=True))
     assert not (adapter / "ran").exists()
 
 
@@ -99,7 +103,11 @@ def test_config_without_rank(adapter: Path) -> None:
         ({"r": 0}, "r: must be a positive integer, not 0"),
         ({"r": "4"}, "r: must be a positive integer, not '4'"),
         ({"lora_alpha": None}, "lora_alpha: must be a number, not None"),
-        ({"peft_type": "IA3"}, "peft_type: is 'IA3', not 'LORA'; only LoRA can be compressed"),
+        (
+            {"peft_type": "IA3"},
+            "peft_type: is 'IA3': its update is not one product of two thin matrices a module; "
+            "LORA, ADALORA, VERA, LOHA, LOKR can be compressed",
+        ),
         (
             {"use_dora": True},
             "use_dora: cannot be truncated exactly: DoRA magnitudes are tied to the full update",
@@ -208,11 +216,15 @@ def test_b_without_a(adapter: Path) -> None:
         ),
         (
             "base_model.model.model.embed_tokens.lora_embedding_A",
-            "cannot be truncated exactly: LoRA on an embedding is not supported",
+            "module model.embed_tokens has lora_A but no lora_B; the file is incomplete: save the adapter again",
+        ),
+        (
+            f"{Q0}.lora_A.bias",
+            "cannot be truncated exactly: a bias of lora_A goes through lora_B",
         ),
         (
             f"{Q0}.lora_B.bias",
-            "cannot be truncated exactly: the bias of a LoRA factor is scaled with the update",
+            "shape [4] is not that of a bias of 32 outputs",
         ),
     ],
 )

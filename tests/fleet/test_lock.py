@@ -24,7 +24,7 @@ def lock(tmp_path: Path, make_adapter: MakeAdapter) -> Path:
         make_adapter(tmp_path / "adapters" / name, seed=index)
     (tmp_path / "adapters" / "a" / "recipe.yaml").write_text("task: spelling\nrank: 4\n")
     (tmp_path / "adapters" / "a" / "README.md").write_text("a card\n")
-    path = tmp_path / "fleets" / "two.lock.json"
+    path = tmp_path / "two.lock.json"
     save_lock(make_lock([tmp_path / "adapters"], path, name="two"), path)
     return path
 
@@ -34,7 +34,7 @@ def test_contents(lock: Path) -> None:
     assert value["schema"] == "loraforge.fleet-lock/1"
     assert value["base_model"] == {"files": {}, "name": "tiny/base", "source": None, "tensors_sha256": None}
     first, second = value["adapters"]
-    assert (first["name"], first["task"], first["source"]) == ("a", "spelling", {"path": "../adapters/a"})
+    assert (first["name"], first["task"], first["source"]) == ("a", "spelling", {"path": "adapters/a"})
     assert [file["name"] for file in first["files"]] == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -55,9 +55,9 @@ def test_resolves_and_moves_as_a_whole(lock: Path, tmp_path: Path) -> None:
     assert all(file.is_file() for file in files)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    shutil.move(tmp_path / "fleets", moved / "fleets")
+    shutil.move(lock, moved / "two.lock.json")
     shutil.move(tmp_path / "adapters", moved / "adapters")
-    assert [adapter.path for adapter in resolve_fleet(moved / "fleets" / "two.lock.json")] == [
+    assert [adapter.path for adapter in resolve_fleet(moved / "two.lock.json")] == [
         moved / "adapters" / "a",
         moved / "adapters" / "b",
     ]
@@ -125,10 +125,40 @@ def test_absolute_source_and_repeated_name(lock: Path) -> None:
     lock.write_text(json.dumps(value))
     with pytest.raises(InputError, match="must be relative to the lock file"):
         load_lock(lock)
+    for outside in ("../a", "a/../../b", "adapters/./../..", "a\\..\\b", "a\n/b"):
+        value["adapters"][0]["source"]["path"] = outside
+        lock.write_text(json.dumps(value))
+        with pytest.raises(InputError, match="must stay in the lock file's folder"):
+            load_lock(lock)
     value["adapters"][0] = value["adapters"][1]
     lock.write_text(json.dumps(value))
     with pytest.raises(InputError, match="two adapters have the same name"):
         load_lock(lock)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "a\\b", "", "a\0b", "\x1b[2J", "x" * 256])
+def test_names_that_are_paths(lock: Path, name: str) -> None:
+    for place in ("adapter", "file"):
+        value = json.loads(lock.read_text())
+        entry = value["adapters"][0]
+        (entry if place == "adapter" else entry["files"][0])["name"] = name
+        lock.with_name("other.lock.json").write_text(json.dumps(value))
+        with pytest.raises(InputError, match="must be one plain name, no path"):
+            load_lock(lock.with_name("other.lock.json"))
+
+
+def test_adapters_elsewhere_are_not_locked(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    folder = make_adapter(tmp_path / "a")
+    with pytest.raises(InputError, match="put the lock beside or above its adapters"):
+        make_lock([folder], tmp_path / "locks" / "x.lock.json", name="x")
+
+
+def test_links_that_leave_the_folder_of_a_lock(lock: Path, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "adapters" / "a", tmp_path.parent / f"{tmp_path.name}-outside"
+    shutil.move(folder, outside)
+    folder.symlink_to(outside)
+    with pytest.raises(InputError, match="is a link that leads out of its folder"):
+        verify(lock)
 
 
 def test_adapter_without_files(lock: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from loraforge.errors import MissingDependencyError
+from loraforge.fleet.base_model import convert_gguf
 from loraforge.fleet.offline import offline_imports
 
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -20,3 +23,14 @@ def test_offline_before_the_import_and_missing_package_named(monkeypatch: pytest
         import a_package_that_nobody_has.part  # noqa: F401
     assert str(caught.value) == "a_package_that_nobody_has is not installed; pip install 'loraforge[quality]'"
     assert caught.value.exit_code == 7
+
+
+@pytest.mark.parametrize("package", ["accelerate", "gguf"])
+def test_the_conversion_names_the_package_that_transformers_would_miss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str
+) -> None:
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=f"^{package} is not installed"):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "out")

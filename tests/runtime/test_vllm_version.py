@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,30 @@ def test_a_switch_that_means_nothing_stops_the_server(monkeypatch: pytest.Monkey
     monkeypatch.setenv(vllm.SWITCH, "on")
     with pytest.raises(LoraForgeError, match="LORAFORGE_VLLM"):
         vllm.register()
+
+
+@pytest.mark.parametrize("number", ["0.28.0+cpu", "0.28.0"])
+def test_torchvision_is_tried_where_its_build_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: str
+) -> None:
+    _install(monkeypatch, torch="2.13.0+cpu", torchvision=number)
+    module = tmp_path / "torchvision.py"
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if number.endswith("+cpu"):
+        version.require_torchvision()
+        return
+    with pytest.raises(
+        MissingDependencyError, match=r"not built for torch 2\.13\.0\+cpu .*nms.*pip uninstall"
+    ):
+        version.require_torchvision()
+    module.write_text("")
+    version.require_torchvision()
+
+
+def test_without_torchvision_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, torch="2.13.0+cpu")
+    assert version.torchvision_problem() is None
 
 
 def test_the_entry_point_imports_neither_torch_nor_an_engine() -> None:

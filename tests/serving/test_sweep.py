@@ -297,10 +297,23 @@ def test_a_folder_of_another_setting_is_refused(declare: Declare) -> None:
             r"records.jsonl: config.warmup: was 2 when this folder was begun, and is 3; finish it",
         ),
         ({"arms": ["base_only"]}, r"config.arms: was "),
+        (
+            {"fleets": declared["fleets"] | {"f1": declared["fleets"]["f1"] | {"context": 65}}},
+            r"config\.fleets\.f1\.context: was 64 when this folder was begun, and is 65; finish it",
+        ),
     ):
         path.write_text(yaml.safe_dump(declared | change))
         with pytest.raises(InputError, match=message):
             sweep(path)
+
+
+def test_a_base_model_that_is_not_there_is_named_with_where_paths_start(
+    declare: Declare, tmp_path: Path
+) -> None:
+    path = declare()
+    (tmp_path / "fleet1" / "base").rmdir()
+    with pytest.raises(InputError, match=r"fleets\.f1\.base: folder not found; put .* or say with --root"):
+        sweep(path)
 
 
 def test_base_only_repeats_the_lengths_of_natural_answers(

