@@ -185,7 +185,7 @@ def memory() -> dict[str, int | None]:
 
 def disk(cache: Path) -> dict[str, Any]:
     """Free bytes where ``cache`` is or would be, and whether it can be written."""
-    cache = cache.expanduser().absolute()
+    cache = Path(os.path.expanduser(cache)).absolute()  # leaves a ~user that there is not as it is
     place = next(folder for folder in (cache, *cache.parents) if folder.exists())
     return {
         "cache": str(cache),

@@ -229,6 +229,33 @@ def scratch_folder(place: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made if need be, against other processes that hold it so; freed by this one's death too.
+
+    Raises OutputError where one does, or where the folder cannot be made.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise output_error(error, folder) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise OutputError(
+            "another run writes there", path=folder, remedy="wait for its end, or choose another folder"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def _lock(path: Path) -> int | None:
     """Lock a file or folder until the descriptor is closed, by its process's death too; None where it is locked
     already, or where the file system has no locks."""

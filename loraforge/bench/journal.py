@@ -8,30 +8,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loraforge.files import output_error
+from loraforge.errors import InputError
+from loraforge.files import output_error, write_text
 
 
 class BudgetEnded(Exception):
     """A run's time is used up; what it finished is in its journal."""
 
 
-def take_up(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a journal, whose folder is made if need be; a torn last line goes, to be made again."""
+def take_up(path: Path) -> list[Any]:
+    """The records of a journal, whose folder is made if need be; a torn last line goes, to be made again.
+
+    Raises InputError for any other line that is no JSON: a run that ends tears its last line alone.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             return []
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _whole(line)]
-        path.write_text("".join(kept), encoding="utf-8")
+        *lines, torn = path.read_bytes().split(b"\n")
     except OSError as error:
         raise output_error(error, path) from error
-    return [json.loads(line) for line in kept]
+    records = [_parse(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    if torn:
+        write_text(
+            path, "".join(f"{line.decode()}\n" for line in lines)
+        )  # whole or not at all: it is all there is
+    return records
 
 
 def append(path: Path, record: Any) -> None:
-    """Add a record and hand it to the system, so that it outlives this process."""
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n")
+    """Add a record and hand it to the system, so that it outlives this process. Raises OutputError where the file
+    system does not take it."""
+    try:
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n")
+    except OSError as error:
+        raise output_error(error, path) from error
 
 
 class Memo:
@@ -62,9 +74,12 @@ class Memo:
         return self._known[key]
 
 
-def _whole(line: str) -> bool:
+def _parse(line: bytes, number: int, path: Path) -> Any:
     try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return line.endswith("\n")
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"line {number} is damaged ({error})",
+            path=path,
+            remedy="take the file as it was written, or choose another folder",
+        ) from error

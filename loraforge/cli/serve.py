@@ -55,11 +55,19 @@ def vllm(
     The engine is the one of this environment. Prints its command line, then becomes it: signals and the exit code
     are the engine's.
     """
-    from loraforge.runtime.vllm import SWITCH
-    from loraforge.runtime.vllm.version import require, require_plugin, require_torchvision
+    from loraforge.errors import UsageError
+    from loraforge.runtime.vllm import SWITCH, switch
+    from loraforge.runtime.vllm.version import require, require_any, require_plugin, require_torchvision
     from loraforge.serving.launch import command, launch, read_fleet
 
-    plugin = os.environ.get(SWITCH, "1") == "1"
+    said = switch()
+    plugin = said == "1"
+    if pool_bytes is not None and not plugin:
+        raise UsageError(
+            f"is room in LoRAForge's pool, and {SWITCH}={said} serves without it",
+            key="--pool-bytes",
+            remedy=f"leave it out, or unset {SWITCH}",
+        )
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
@@ -75,6 +83,8 @@ def vllm(
         plugin=plugin,
         extra=arguments,
     )
+    if not dry_run:
+        require_any()
     _become(command(decided, sys.executable, arguments), host, port, dry_run=dry_run)
 
 

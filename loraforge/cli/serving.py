@@ -70,7 +70,9 @@ def serve(
     conditioning: Annotated[
         bool, typer.Option("--conditioning", help="send the whole workload once before, untimed")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0.001, help="seconds that a request may take")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=1e9, help="seconds that a request may take")
+    ] = 600.0,
 ) -> None:
     """Replay a workload against a server.
 

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from loraforge.errors import InputError
 from loraforge.files import read_json
 
-ENVIRONMENT = "LORAFORGE_COUNTERS"  # the variable that names the file
-
 
 class Counters(BaseModel):
     """A snapshot. Counts and bytes since the engine started, or as they are now."""

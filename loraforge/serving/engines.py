@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import http.client
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +98,13 @@ def command(config: EngineConfig) -> list[str]:
     return _vllm(config) if config.engine == "vllm" else _sglang(config)
 
 
+def lora_module(name: str, folder: Path) -> str:
+    """An adapter for vLLM's command line, which takes the short form apart at the first = and refuses a comma."""
+    if re.search("[=,]", f"{name}{folder}"):
+        return json.dumps({"name": name, "path": str(folder)})
+    return f"{name}={folder}"
+
+
 def _vllm(config: EngineConfig) -> list[str]:
     line = [str(config.python), "-m", VLLM_SERVER, "--model", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
@@ -112,7 +121,7 @@ def _vllm(config: EngineConfig) -> list[str]:
         line += ["--max-cpu-loras", str(max(lora.slots, len(lora.adapters)))]
         if lora.targets:
             line += ["--lora-target-modules", *lora.targets]
-        line += ["--lora-modules", *(f"{name}={path}" for name, path in lora.adapters.items())]
+        line += ["--lora-modules", *(lora_module(name, path) for name, path in lora.adapters.items())]
     return [*line, *config.extra]
 
 
@@ -368,7 +377,8 @@ def _members(session: int) -> list[int]:
 def is_free(host: str, port: int) -> bool:
     """Whether one can listen there. Raises UsageError where it is not the port that hinders it."""
     try:
-        socket.create_server((host, port)).close()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False

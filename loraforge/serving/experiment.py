@@ -30,7 +30,14 @@ def _once(items: Sequence[object], what: str) -> None:
             raise ValueError(f"names {what} {item} twice")
 
 
+def _file_name(name: str) -> str:
+    if not name or any(character in name for character in "/\\\0"):
+        raise ValueError(f"{name!r} cannot be part of a file's name")
+    return name
+
+
 ArmName = Annotated[str, AfterValidator(_arm)]
+FleetName = Annotated[str, AfterValidator(_file_name)]
 
 
 class _Strict(BaseModel):
@@ -112,7 +119,7 @@ class Experiment(_Strict):
     protocol: Protocol
     engine: Literal["vllm", "sglang"]
     python: Path | None = Field(None, description="interpreter that has the engine; null: the runner's own")
-    fleets: dict[str, FleetConfig] = Field(min_length=1, description="co-located, one engine each")
+    fleets: dict[FleetName, FleetConfig] = Field(min_length=1, description="co-located, one engine each")
     arms: tuple[ArmName, ...] = Field(min_length=1, description="in the order in which they take turns")
     points: tuple[Points, ...] = Field(min_length=1)
     popularity: EvenPopularity | ZipfPopularity = Field(default_factory=EvenPopularity, discriminator="kind")
@@ -140,7 +147,7 @@ class Experiment(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> Experiment:
         _once(self.arms, "arm")
-        _once([points.rate for points in self.points], "rate")
+        _once([f"{points.rate:g}" for points in self.points], "rate")  # as files and summaries have it
         _once([fleet.port for fleet in self.fleets.values()], "port")
         parsed = [Arm.parse(name) for name in self.arms]
         for name, fleet in self.fleets.items():

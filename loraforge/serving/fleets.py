@@ -14,11 +14,11 @@ import torch
 
 from loraforge.errors import InputError, UsageError
 from loraforge.files import read_json
+from loraforge.runtime.counters import ENVIRONMENT
 from loraforge.runtime.vllm import SWITCH
 from loraforge.runtime.vllm.options import POOL, POOL_BYTES, RANKS
 from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
-from loraforge.serving.counters import ENVIRONMENT
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
 from loraforge.serving.launch import MAX_RANKS, rank_hints, read_fleet
@@ -119,8 +119,12 @@ def kv_token_bytes(base: Path, width: int = 2) -> int:
         heads = int(config["num_attention_heads"])
         head = int(config.get("head_dim") or config["hidden_size"] // heads)
         return 2 * width * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * head
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise InputError(f"has no {error}", path=path, remedy="leave kv_tokens out") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise InputError(
+            f"is of no dense model ({error})", path=path, remedy="leave kv_tokens out"
+        ) from error
 
 
 def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
@@ -244,8 +248,12 @@ def engine_version(python: Path, names: Sequence[str]) -> str:
             [python, "-c", _FIND, *names], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
+        reason = {
+            subprocess.CalledProcessError: "it does not run Python code",
+            subprocess.TimeoutExpired: "it does not end",
+        }.get(type(error), str(error))
         raise UsageError(
-            f"cannot be run ({error})", path=python, key="python", remedy="name the engine's interpreter"
+            f"cannot be run ({reason})", path=python, key="python", remedy="name the engine's interpreter"
         ) from error
     if not (found := done.stdout.strip()):
         raise UsageError(f"has no {' or '.join(names)}", path=python, key="python", remedy="install it there")

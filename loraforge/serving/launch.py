@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ from loraforge.export.manifest import (
 from loraforge.fleet.peft_io import Adapter, find_adapters, open_fleet
 from loraforge.runtime.packed import Layout
 from loraforge.runtime.ranks import Projection
-from loraforge.runtime.vllm.options import RANKS
-from loraforge.serving.engines import VLLM_SERVER
+from loraforge.runtime.vllm.options import POOL, POOL_BYTES, RANKS
+from loraforge.serving.engines import VLLM_SERVER, lora_module
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM takes as --max-lora-rank
 # a projection that a checkpoint stores in parts and the engine runs as one
@@ -35,7 +36,16 @@ _FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 _SLICES = {"qkv_proj": 3, "gate_up_proj": 2}
-_OURS = ("--model", "--host", "--port")
+# engine arguments that contradict what is decided here -> what to do instead
+_OURS = {
+    "--model": "pass --base before the --",
+    "--host": "pass it before the --",
+    "--port": "pass it before the --",
+    "--max-loras": "pass --slots before the --",
+    "--loraforge-pool-bytes": "pass --pool-bytes before the --",
+    "--lora-modules": "put the adapters into one folder",
+    "--no-enable-lora": "serve the base model with the engine's own command",
+}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -120,7 +130,7 @@ def find_base(stated: str, asked: str | None) -> str:
     base = asked or stated
     if not base:
         raise InputError("the adapters name no base model", key="--base", remedy="pass its folder or name")
-    folder = Path(base).expanduser()
+    folder = Path(os.path.expanduser(base))  # leaves a ~user that there is not as it is
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError("is no model: it has no config.json", path=folder, key="--base")
@@ -157,7 +167,9 @@ def launch(
     slots = len(served) if slots is None else slots
     needs = {item.adapter.name: item.pool_bytes(_dtype(extra)) for item in served}
     # a shadow pool has the engine's buffers besides, whose size the plugin knows
-    shadow = _split("--loraforge-pool", extra)[1][-1:] == ["shadow"]
+    options, others = _take_json("--additional-config", extra)
+    flags = _split("--loraforge-pool", others)[1]
+    shadow = (flags[-1] if flags else options.get(POOL)) == "shadow"
     # as the plugin counts: any adapters may meet in one batch
     least = sum(heapq.nlargest(slots, needs.values()))
     if pool_bytes is not None and pool_bytes < least:
@@ -200,30 +212,23 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
 
     Raises UsageError for an argument that is decided here, or an additional_config that is no JSON object.
     """
-    for name in _OURS:
-        if any(argument.partition("=")[0] == name for argument in extra):
-            raise UsageError(
-                "is decided by loraforge serve vllm", key=name, remedy="pass it before the --, as its option"
-            )
+    for argument in extra:
+        if remedy := _OURS.get(_name(argument)):
+            raise UsageError("is decided by loraforge serve vllm", key=_name(argument), remedy=remedy)
     line = [python, "-m", VLLM_SERVER, "--model", launch.base, "--served-model-name", launch.served_name]
     line += ["--host", launch.host, "--port", str(launch.port)]
     line += ["--enable-lora", "--max-loras", str(launch.slots), "--max-lora-rank", str(launch.max_rank)]
     line += ["--max-cpu-loras", str(max(launch.slots, len(launch.adapters)))]
     if launch.ranks is not None:
         stated, extra = _take_json("--additional-config", extra)
+        if POOL_BYTES in stated:
+            raise UsageError("is decided by loraforge serve vllm", key=POOL_BYTES, remedy="pass --pool-bytes")
         hints = {RANKS: dict(launch.ranks), **stated}
         if launch.pool_bytes is not None:
             line += ["--loraforge-pool-bytes", str(launch.pool_bytes)]
         line += ["--additional-config", json.dumps(hints, sort_keys=True)]
-    line += ["--lora-modules", *(_module(name, folder) for name, folder in launch.adapters.items())]
+    line += ["--lora-modules", *(lora_module(name, folder) for name, folder in launch.adapters.items())]
     return [*line, *extra]
-
-
-def _module(name: str, folder: Path) -> str:
-    """An adapter for the engine's command line, which takes the short form apart at the first = and refuses a comma."""
-    if re.search("[=,]", f"{name}{folder}"):
-        return json.dumps({"name": name, "path": str(folder)})
-    return f"{name}={folder}"
 
 
 def _max_rank(served: Sequence[Served], known: Sequence[int] | None) -> int:
@@ -242,8 +247,10 @@ def _max_rank(served: Sequence[Served], known: Sequence[int] | None) -> int:
 
 def _dtype(extra: Sequence[str]) -> torch.dtype:
     """What the engine will hold adapters in: two bytes wide, unless it is told to compute in FP32."""
-    _, asked = _split("--dtype", extra)
-    return torch.float32 if asked and asked[-1] in ("float", "float32") else torch.bfloat16
+    asked = _split("--lora-dtype", extra)[1] or ["auto"]
+    if asked[-1] == "auto":
+        asked = _split("--dtype", extra)[1] or ["auto"]
+    return torch.float32 if asked[-1] in ("float", "float32") else torch.bfloat16
 
 
 def _take_json(name: str, extra: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -266,12 +273,17 @@ def _split(name: str, extra: Sequence[str]) -> tuple[list[str], list[str]]:
     others, values = [], []
     arguments = iter(extra)
     for argument in arguments:
-        key, has_value, value = argument.partition("=")
-        if key == name:
+        _, has_value, value = argument.partition("=")
+        if _name(argument) == name:
             values.append(value if has_value else next(arguments, ""))
         else:
             others.append(argument)
     return others, values
+
+
+def _name(argument: str) -> str:
+    """What an argument is called: the engine takes - and _ alike."""
+    return argument.partition("=")[0].replace("_", "-")
 
 
 def _suffix(name: str) -> str:

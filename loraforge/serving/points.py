@@ -188,12 +188,30 @@ def assemble(records: Sequence[SettingRecord | StartRecord | PointRecord], path:
 
 
 def _check(sweep: Sweep, path: str | Path) -> None:
-    known = {start.number: start.arm for start in sweep.starts}
+    known = {start.number: start for start in sweep.starts}
     if len(known) != len(sweep.starts):
         raise InputError("numbers two starts alike", path=path, key="start.number")
+    others: list[StartRecord | PointRecord] = [*sweep.starts, *sweep.points]
+    for record in others:
+        if record.experiment != sweep.setting.experiment:
+            raise InputError(
+                f"has a {record.record} of {record.experiment} in {sweep.setting.experiment}", path=path
+            )
     for point in sweep.points:
-        if known.get(point.start) != point.arm:
+        start = known.get(point.start)
+        if start is None or start.arm != point.arm:
             raise InputError(f"has no start {point.start} of {point.arm}", path=path, key="point.start")
+        if start.failure is not None:
+            raise InputError(
+                f"has a point of start {start.number}, which failed", path=path, key="point.start"
+            )
+        if point.figures.get("requests") != point.workload.requests:
+            raise InputError(
+                f"says {point.figures.get('requests')} of {point.workload.requests} requests of {point.arm} at rate "
+                f"{point.rate:g}, seed {point.seed}",
+                path=path,
+                key="point.figures",
+            )
     keys = [point.key for point in sweep.complete]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         arm, rate, seed = twice[0]

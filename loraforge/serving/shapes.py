@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from loraforge.allocate.budget import parse_budget
@@ -21,6 +20,7 @@ from loraforge.files import atomic_folder, write_json
 from loraforge.fleet.shapes import Floats, ShapeFleet
 from loraforge.progress import Timer, say
 from loraforge.serving.arms import Weights
+from loraforge.tensor_file import write_tensors
 from loraforge.threads import io_threads
 
 _STD = 0.02
@@ -128,7 +128,7 @@ def write_base(config: Mapping[str, Any], folder: Path, device: torch.device | s
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {name: draw(shape) for name, shape in shapes.items()}
             index |= dict.fromkeys(shapes, file)
-            writes.append(threads.submit(save_file, tensors, place / file, {"format": "pt"}))
+            writes.append(threads.submit(write_tensors, place / file, tensors, {"format": "pt"}))
         for write in writes:
             write.result()
         total = sum(2 * torch.Size(shape).numel() for shapes in shards for shape in shapes.values())

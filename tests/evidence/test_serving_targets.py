@@ -174,6 +174,18 @@ def another_experiment(records: Records) -> None:
         record["experiment"] = "six_cell"
 
 
+def mixed_in(records: Records) -> None:
+    records[-1]["experiment"] = "six_cell"
+
+
+def of_a_failed_start(records: Records) -> None:
+    next(record for record in records if record["record"] == "start")["failure"] = "ended with SIGKILL"
+
+
+def fewer_requests(records: Records) -> None:
+    only(records, arm="original_loraforge", rate=16.0, seed=102)["figures"]["requests"] = 0
+
+
 def no_lengths(records: Records) -> None:
     del records[0]["config"]["fleets"]["qwen50"]["output_tokens"]
 
@@ -196,6 +208,9 @@ def nothing_whole(records: Records) -> None:
         (silently_native, "the engine of llama35 says it serves by native kernels"),
         (unsaid, "the engine of qwen50 says it serves by no kernels"),
         (another_experiment, "is an experiment 'six_cell', no mixed_serving_vllm"),
+        (mixed_in, "has a point of six_cell in mixed_serving_vllm"),
+        (of_a_failed_start, "has a point of start 0, which failed"),
+        (fewer_requests, "says 0.* of 1700 requests of original_loraforge at rate 16, seed 102"),
         (no_lengths, "config.fleets.qwen50.output_tokens: Field required"),
         (nothing_whole, "no arm with every declared seed of a rate"),
     ],

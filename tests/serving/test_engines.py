@@ -19,7 +19,7 @@ from server import CompletionsServer
 
 from loraforge.errors import OutputError, UsageError
 from loraforge.serving.client import Options, replay
-from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, serving
+from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, is_free, serving
 from loraforge.serving.metrics import failures
 from loraforge.serving.workload import make_workload
 
@@ -227,6 +227,8 @@ def test_the_command_of_vllm() -> None:
         " --enable-lora --max-loras 2 --max-lora-rank 64 --max-cpu-loras 2"
         " --lora-modules a=/fleet/a b=/fleet/b --enforce-eager"
     )
+    odd = {"adapters": {"a": "/fleet, a=b/a"}, "slots": 1, "max_rank": 64}
+    assert command(config(lora=odd))[-1] == '{"name": "a", "path": "/fleet, a=b/a"}'
     base = command(config(lora=None, kv_tokens=None, prefix_cache=True))
     assert base[-3:] == ["--max-num-seqs", "256", "--enable-prefix-caching"]
 
@@ -257,3 +259,14 @@ def test_the_command_of_sglang() -> None:
 def test_configurations_that_make_no_sense(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**changed)
+
+
+def test_a_port_of_an_ipv6_address() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listener:
+        port = listener.getsockname()[1]
+        assert not is_free("::1", port)
+    assert is_free("::1", port)

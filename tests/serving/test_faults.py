@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from smol_server import (
     BASE,
+    ENGINE_ARGUMENTS,
     ENVIRONMENT,
     FLEET,
     MODEL,
@@ -32,6 +33,7 @@ from smol_server import (
     launcher,
     new_server,
 )
+from test_engines import free_port
 
 from loraforge.errors import InputError
 from loraforge.serving.client import Options, replay
@@ -103,6 +105,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (_truncated, "not a whole safetensors file"),
     "configuration": (_no_json, "not valid JSON at line 1"),
     "not finite": (lambda folder: _copy(folder, _not_finite), "holds NaN or infinite values"),
+    "no tensor": (lambda folder: _copy(folder, lambda _: {}), "has no tensor of a LoRA layer"),
     "half a pair": (
         lambda folder: _copy(folder, _half_a_pair),
         r"layers\.2\.self_attn\.q_proj: has no lora_B",
@@ -384,3 +387,18 @@ def test_a_server_killed_in_a_run_is_in_the_record(
     assert len(run.requests) == 10
     with pytest.raises(InputError, match=r"the run of seed 1 ended early"):
         over_seeds([run])
+
+
+def test_options_that_mean_nothing_end_the_server_before_a_model_is_loaded() -> None:
+    options = ("--additional-config", '{"loraforge_pool": 5}', *ENGINE_ARGUMENTS)
+    done = subprocess.run(
+        launcher(str(FLEET / "word_lang"), "--base", str(BASE), "--port", str(free_port()), "--", *options),
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "loraforge_pool: 5 in the engine's additional_config; give ragged or shadow" in said
+    assert "EngineCore" not in said

@@ -142,9 +142,22 @@ def test_the_users_configuration_is_kept_beside_the_hints(fleet: Path, base: Pat
     for text, problem in (("{", "is no JSON"), ("[]", "is no JSON object")):
         with pytest.raises(UsageError, match=problem):
             command(decided, "python", [f"--additional-config={text}"])
-    for option in ("--port", "--host=0.0.0.0", "--model"):
-        with pytest.raises(UsageError, match="is decided by loraforge serve vllm"):
+    for option in (
+        "--port",
+        "--host=0.0.0.0",
+        "--model",
+        "--max_loras=2",
+        "--lora-modules",
+        "--no-enable-lora",
+    ):
+        with pytest.raises(UsageError, match="is decided by loraforge serve vllm; "):
             command(decided, "python", [option])
+    for option in ('--additional-config={"loraforge_pool_bytes": 1}', "--loraforge_pool_bytes=1"):
+        with pytest.raises(UsageError, match="is decided by loraforge serve vllm; pass --pool-bytes"):
+            command(decided, "python", [option])
+    line = command(decided, "python", ["--additional_config", '{"a": 1}'])  # as the engine takes it too
+    assert json.loads(_value(line, "--additional-config"))["a"] == 1
+    assert "--additional_config" not in line
 
 
 def test_an_engine_without_the_plugin_gets_its_own_options_alone(fleet: Path, base: Path) -> None:
@@ -160,6 +173,19 @@ def test_the_size_of_a_shadow_pool_is_left_to_the_plugin(fleet: Path, base: Path
     assert "--loraforge-pool-bytes" not in line
     assert _value(line, "--loraforge-pool") == "shadow"
     assert "--additional-config" in line
+    stated = ["--additional-config", '{"loraforge_pool": "shadow"}']
+    assert launch(read_fleet(fleet), base=str(base), extra=stated).pool_bytes is None
+    assert launch(read_fleet(fleet), base=str(base), extra=[*stated, "--loraforge-pool=ragged"]).pool_bytes
+
+
+def test_adapters_in_float32_take_twice_the_room(fleet: Path, base: Path) -> None:
+    served = read_fleet(fleet)
+    halves, whole = (
+        launch(served, base=str(base), extra=extra).pool_bytes
+        for extra in (["--dtype=float32", "--lora_dtype", "bfloat16"], ["--lora-dtype", "float32"])
+    )
+    assert halves == sum(item.pool_bytes(torch.bfloat16) for item in served)
+    assert whole == sum(item.pool_bytes(torch.float32) for item in served)
 
 
 def test_names_that_the_short_form_would_break(tmp_path: Path, make_adapter: MakeAdapter, base: Path) -> None:
@@ -178,6 +204,7 @@ def test_the_base_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("", "the adapters name no base model"),
         ("Model-1B", "base model not found"),
         (str(tmp_path / "none"), "base model not found"),
+        ("~nobody-of-that-name/model", "base model not found"),
         (str(tmp_path), "is no model: it has no config.json"),
     ):
         with pytest.raises(InputError, match=problem) as caught:
@@ -249,3 +276,24 @@ def test_with_the_switch_off_any_engine_is_taken(
     monkeypatch.setenv(SWITCH, "0")
     code, _, err = _run(capsys, tmp_path / "absent")
     assert (code, "folder not found" in err) == (3, True)
+
+
+def test_an_engine_that_is_not_there_is_one_line(
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(version, "installed", list)
+    monkeypatch.setenv(SWITCH, "0")
+    code, _, err = _run(capsys, fleet, "--base", base)
+    assert (code, "vLLM is not installed; pip install" in err) == (7, True)
+
+
+def test_a_switch_that_means_nothing(
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SWITCH, "yes")
+    code, out, err = _run(capsys, fleet, "--base", base, "--dry-run")
+    assert (code, out) == (2, "")
+    assert err == "error: LORAFORGE_VLLM: 'yes'; give 1, 0 or native\n"
+    monkeypatch.setenv(SWITCH, "native")
+    code, _, err = _run(capsys, fleet, "--base", base, "--dry-run", "--pool-bytes", str(1 << 30))
+    assert (code, "LORAFORGE_VLLM=native serves without it" in err) == (2, True)

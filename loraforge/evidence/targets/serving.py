@@ -17,10 +17,13 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from loraforge.errors import InputError
+from loraforge.evidence.tables import same
 from loraforge.evidence.targets.base import Claim, Summary, Target, at_most
 from loraforge.evidence.targets.kernels import geomean
+from loraforge.files import sha256_file
 from loraforge.serving.arms import BASE_ONLY, Arm
 from loraforge.serving.metrics import Spread, spread
+from loraforge.serving.metrics import summarise as figures_of
 from loraforge.serving.points import (
     PointRecord,
     SettingRecord,
@@ -30,7 +33,7 @@ from loraforge.serving.points import (
     WorkloadHashes,
     assemble,
 )
-from loraforge.serving.records import Stop
+from loraforge.serving.records import Stop, read_run
 from loraforge.serving.workload import Lengths
 
 MAX_FAILED = 0.01  # of the requests: beyond it a throughput is of other work than the one declared
@@ -131,6 +134,7 @@ class ServingTarget(Target[Item]):
         declared = {(load.rate, load.seed): load for load in sweep.setting.workloads}
         for point in sweep.points:
             _check_workload(point, declared, path)
+            _check_requests(point, Path(path).parent / point.requests)
         if not measured(records):
             raise InputError("has no arm with every declared seed of a rate", path=path)
 
@@ -375,6 +379,17 @@ def _check_execution(start: StartRecord, path: str | Path) -> None:
                 f"start {start.number} of {start.arm}: the engine of {fleet} says it serves by {said or 'no'} kernels",
                 path=path,
             )
+
+
+def _check_requests(point: PointRecord, file: Path) -> None:
+    """A point is of its requests, where their file still lies beside the records (a bag has none)."""
+    if not file.is_file():
+        return
+    if sha256_file(file) != point.requests_file_sha256:
+        raise InputError("is not what was measured", path=file, remedy="put the file back as it was")
+    for key, value in figures_of(read_run(file)).items():
+        if not same(point.figures.get(key), value):
+            raise InputError(f"gives {key} {value}, its record says {point.figures.get(key)}", path=file)
 
 
 def _check_workload(

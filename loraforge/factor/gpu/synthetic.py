@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from loraforge.factor.gpu.engine import Group
@@ -18,6 +17,7 @@ from loraforge.files import write_json
 from loraforge.fleet.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from loraforge.fleet.shapes import Floats, ShapeFleet, synthetic_spectra
 from loraforge.progress import progress
+from loraforge.tensor_file import write_tensors
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,7 @@ def write_fleet(
 
 def _write_adapter(folder: Path, part: ShapeFleet, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True)
-    # rows of one stack share its storage, which the format refuses
-    save_file(
-        {key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_NAME, {"format": "pt"}
-    )
+    write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"})
     rank = int(part.rank[0])
     write_json(
         folder / CONFIG_NAME,

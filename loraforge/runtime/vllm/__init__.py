@@ -11,24 +11,29 @@ import os
 SWITCH = "LORAFORGE_VLLM"  # environment: 0 leaves the engine as it is, native only counts what it loads
 
 
+def switch() -> str:
+    """What the environment says: ``1`` where it says nothing. Raises UsageError for what means nothing."""
+    said = os.environ.get(SWITCH, "1")
+    if said not in ("1", "0", "native"):
+        from loraforge.errors import UsageError
+
+        raise UsageError(repr(said), key=SWITCH, remedy="give 1, 0 or native")
+    return said
+
+
 def register() -> None:
     """Put LoRAForge behind the engine's LoRA layers; may be called several times in a process.
 
     Raises LoraForgeError for a version of the engine that is not supported, and for a switch that means nothing.
     """
-    switch = os.environ.get(SWITCH, "1")
-    if switch == "0":
+    if (said := switch()) == "0":
         return
-    if switch not in ("1", "native"):
-        from loraforge.errors import LoraForgeError
-
-        raise LoraForgeError(repr(switch), key=SWITCH, remedy="give 1, 0 or native")
     from loraforge.runtime.vllm.version import require
 
     require()
     from loraforge.runtime.vllm import activate
 
-    if switch == "native":
+    if said == "native":
         activate.count_native()
     else:
         activate.activate()

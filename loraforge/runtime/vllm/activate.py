@@ -12,6 +12,7 @@ from loraforge.runtime.vllm.admission import checked
 from loraforge.runtime.vllm.counted import NativeModelManager
 from loraforge.runtime.vllm.layers import Occupied, OccupiedEmbedding, PooledLinear, derive
 from loraforge.runtime.vllm.manager import LoRAForgeModelManager
+from loraforge.runtime.vllm.options import Options
 
 
 def activate() -> None:
@@ -21,6 +22,7 @@ def activate() -> None:
     if worker._manager_cls is LoRAForgeModelManager:
         return
     platform.adopt()
+    platform.then(Options.of)  # what means nothing is refused before a model is loaded
     platform.then(scheduler.install)
     utils._all_lora_classes = tuple(map(_ours, utils._all_lora_classes))
     utils.LogitsProcessorWithLoRA = derive(Occupied, LogitsProcessorWithLoRA)

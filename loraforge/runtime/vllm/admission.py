@@ -49,7 +49,9 @@ def checked(load: Any) -> Any:
 
 
 def check_tensors(folder: Path, loras: Any) -> None:
-    """Raise InputError for a module with one factor of two, or with values that are not finite."""
+    """Raise InputError for no module at all, one with one factor of two, or with values that are not finite."""
+    if not loras:
+        raise InputError("has no tensor of a LoRA layer", path=folder, remedy="save the adapter again")
     for name, weights in loras.items():
         if weights.is_packed:
             continue

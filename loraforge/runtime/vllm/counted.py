@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
+from loraforge.errors import OutputError
 from loraforge.runtime import counters
 from loraforge.runtime.pool import Counters
+
+logger = init_logger("vllm.loraforge")  # the engine prints what is below its own name
 
 
 class CountedModelManager(LRUCacheLoRAModelManager):
@@ -27,11 +31,18 @@ class CountedModelManager(LRUCacheLoRAModelManager):
         raise NotImplementedError
 
     def publish(self) -> None:
-        """Tell of the present state, from the first of several processes."""
+        """Tell of the present state, from the first of several processes. Raises OutputError where that fails."""
         if self._first and counters.wanted():
             gpu = torch.device(self.device).type == "cuda"
             peak = torch.cuda.max_memory_allocated(self.device) if gpu else None
             counters.publish({**self.counts(), "peak_allocated_bytes": peak})
+
+    def _update(self) -> None:
+        """The same while requests run, which do not fail for it."""
+        try:
+            self.publish()
+        except OutputError as error:
+            logger.warning_once(f"LoRAForge no longer tells what it counts: {error}")
 
     def put(self, slot: int, adapter: Any) -> None:
         """The engine has filled a slot."""
@@ -54,7 +65,7 @@ class CountedModelManager(LRUCacheLoRAModelManager):
                 self.deactivate_adapter(lora_id)
                 raise
             self._last_mapping = None  # which layers need the engine's metadata may have changed
-            self.publish()
+            self._update()
         return loaded
 
     def _deactivate_adapter(self, lora_id: int) -> None:
@@ -64,7 +75,7 @@ class CountedModelManager(LRUCacheLoRAModelManager):
         super()._deactivate_adapter(lora_id)
         if held:
             self._last_mapping = None
-            self.publish()
+            self._update()
 
     def remove_all_adapters(self) -> None:
         # the engine forgets the slots before it drops their adapters
@@ -72,7 +83,7 @@ class CountedModelManager(LRUCacheLoRAModelManager):
             self._deactivate_adapter(lora_id)
         super().remove_all_adapters()
         self.restart()
-        self.publish()
+        self._update()
 
 
 class NativeModelManager(CountedModelManager):

