@@ -93,17 +93,16 @@ class SmolServer:
 
 
 def launcher(*arguments: str) -> list[str]:
-    """Command line of ``loraforge serve vllm`` in the engine's environment."""
-    assert PYTHON is not None
+    """Command line of ``loraforge serve vllm`` in the engine's environment; skips where there is none."""
+    if PYTHON is None:
+        pytest.skip("vLLM is not installed, and VLLM_PYTHON is not set")
+    if not (BASE / "config.json").is_file():
+        pytest.skip("LORAFORGE_BASE names no base model")
     return [PYTHON, "-m", "loraforge", "serve", "vllm", *arguments]
 
 
 def new_server(folder: Path, fleet: Path = FLEET, *options: str) -> SmolServer:
     """A server that is yet to be started; its log and its counters lie in ``folder``."""
-    if PYTHON is None:
-        pytest.skip("vLLM is not installed, and VLLM_PYTHON is not set")
-    if not (BASE / "config.json").is_file():
-        pytest.skip("LORAFORGE_BASE names no base model")
     port, counters = free_port(), folder / "counters.json"
     line = launcher(str(fleet), "--base", str(BASE), "--port", str(port), *options, "--", *ENGINE_ARGUMENTS)
     environment = {**ENVIRONMENT, "LORAFORGE_COUNTERS": str(counters)}
