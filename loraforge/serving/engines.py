@@ -105,6 +105,14 @@ def lora_module(name: str, folder: Path) -> str:
     return f"{name}={folder}"
 
 
+def lora_path(name: str, folder: Path) -> str:
+    """An adapter for SGLang's command line, which takes the short form apart at the first =, and reads braces as
+    JSON."""
+    if re.search("[={]", name):
+        return json.dumps({"lora_name": name, "lora_path": str(folder)})
+    return f"{name}={folder}"
+
+
 def _vllm(config: EngineConfig) -> list[str]:
     line = [str(config.python), "-m", VLLM_SERVER, "--model", config.model]
     line += ["--host", config.host, "--port", str(config.port), "--served-model-name", config.served_name]
@@ -146,7 +154,7 @@ def _sglang(config: EngineConfig) -> list[str]:
             line += ["--lora-target-modules", *lora.targets]
         if lora.backend is not None:
             line += ["--lora-backend", lora.backend]
-        line += ["--lora-paths", *(f"{name}={path}" for name, path in lora.adapters.items())]
+        line += ["--lora-paths", *(lora_path(name, path) for name, path in lora.adapters.items())]
     return [*line, *config.extra]
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from loraforge.errors import UsageError
 from loraforge.runtime.sglang import BACKEND
-from loraforge.serving.engines import SGLANG_SERVER
+from loraforge.serving.engines import SGLANG_SERVER, lora_path
 from loraforge.serving.launch import Launch
 
 BASE_SLOTS = 1  # of those of a batch, the one that requests of the base model take
@@ -38,13 +36,5 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
         if launch.pool_bytes is not None:
             line += ["--loraforge-pool-bytes", str(launch.pool_bytes)]
         line += ["--loraforge-ranks", json.dumps(dict(launch.ranks), sort_keys=True)]
-    line += ["--lora-paths", *(_adapter(name, folder) for name, folder in launch.adapters.items())]
+    line += ["--lora-paths", *(lora_path(name, folder) for name, folder in launch.adapters.items())]
     return [*line, *extra]
-
-
-def _adapter(name: str, folder: Path) -> str:
-    """An adapter for the engine's command line, which takes the short form apart at the first =, and reads braces as
-    JSON."""
-    if re.search("[={]", name):
-        return json.dumps({"lora_name": name, "lora_path": str(folder)})
-    return f"{name}={folder}"
