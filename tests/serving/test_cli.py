@@ -83,6 +83,20 @@ def test_failures_are_told(tmp_path: Path, load: Path) -> None:
     assert "failed: 4 x 3 output tokens in place of 4" in done.stderr
 
 
+def _replaying(server: CompletionsServer, made: Path, records: Path) -> subprocess.Popen[str]:
+    """``bench serve`` in a process of its own, whose first request has come."""
+    process = subprocess.Popen(
+        line("serve", "--url", server.url, "--workload", made, "-o", records),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    deadline = time.monotonic() + 30
+    while not server.bodies and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_leaves_records_that_say_so(
     tmp_path: Path, load: Path, number: signal.Signals, code: int
@@ -90,15 +104,7 @@ def test_an_interrupt_leaves_records_that_say_so(
     made, records = tmp_path / "w.jsonl", tmp_path / "r.jsonl"
     bench("workload", load, "--rate", 4, "-o", made)
     with CompletionsServer() as server:
-        process = subprocess.Popen(
-            line("serve", "--url", server.url, "--workload", made, "-o", records),
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        deadline = time.monotonic() + 30
-        while not server.bodies and time.monotonic() < deadline:
-            time.sleep(0.02)
+        process = _replaying(server, made, records)
         process.send_signal(number)
         _, said = process.communicate(timeout=30)
     assert process.returncode == code, said
@@ -112,15 +118,7 @@ def test_a_killed_server(tmp_path: Path, load: Path) -> None:
     made, records = tmp_path / "w.jsonl", tmp_path / "r.jsonl"
     bench("workload", load, "--rate", 8, "-o", made)
     with CompletionsServer() as server:
-        process = subprocess.Popen(
-            line("serve", "--url", server.url, "--workload", made, "-o", records),
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        deadline = time.monotonic() + 30
-        while not server.bodies and time.monotonic() < deadline:
-            time.sleep(0.02)
+        process = _replaying(server, made, records)
         server.close()
         _, said = process.communicate(timeout=30)
     assert process.returncode == 1, said
