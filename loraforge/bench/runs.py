@@ -28,7 +28,7 @@ from loraforge.bench.native.tiles import TunedTiles, lookup, read_tiles, write_t
 from loraforge.bench.native.vllm_ops import VllmOps
 from loraforge.bench.timing import Floors, measure_floors
 from loraforge.bench.tune import NATIVE_NAME, are_tuned, is_tuned, kernels_of, tune, tune_tiles
-from loraforge.dispatch import Table, choose, choose_pair
+from loraforge.dispatch import Table, choose
 from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.evidence.targets.expand_ablation import DIRECT, LIMITS, STAGED, arm
 from loraforge.files import read_jsonl
@@ -95,11 +95,10 @@ def automatic(table: Table, ranks: Ranks) -> Callable[[Op, Case], Choice]:
     """The table's choice for a case; its pair where one product is asked for alone."""
 
     def chosen(op: Op, case: Case) -> Choice:
-        select = choose if op == "lora" else choose_pair
         shape, greatest = case.projection, [max(mine) for mine in ranks(case)]
         mean = math.ceil(statistics.fmean(greatest))
         batch = (case.tokens, mean, case.adapters, max(greatest))
-        return select(table, case.phase, shape.d_in, shape.channels, *batch)
+        return choose(table, case.phase, shape.d_in, shape.channels, *batch, pair=op != "lora")
 
     return chosen
 

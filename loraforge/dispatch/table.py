@@ -161,31 +161,20 @@ def choose(
     rank: int,
     adapters: int | None = None,
     most: int | None = None,
+    *,
+    pair: bool = False,
 ) -> Choice:
     """The choice for up to ``tokens`` tokens on a projection whose slots have ``rank`` live directions in the mean.
 
-    adapters: how many the batch has at most. most: the greatest of its ranks. None where that is not known.
+    adapters: how many the batch has at most. most: the greatest of its ranks. None where that is not known. pair: the
+    best separate shrink and expand, or native, instead.
 
     A projection that the table does not know takes the entries of the nearest one that it does: the same number of
     slices where there is one, then the least difference of the logarithms of input and output width. Buckets are
     upper bounds; beyond the last, the last serves. Cheap and cached: called when a shape is first met.
     """
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).choice)
-
-
-@lru_cache(maxsize=4096)
-def choose_pair(
-    table: Table,
-    phase: Phase,
-    d_in: int,
-    channels: tuple[int, ...],
-    tokens: int,
-    rank: int,
-    adapters: int | None = None,
-    most: int | None = None,
-) -> Choice:
-    """As :func:`choose`, the best separate shrink and expand, or native."""
-    return Choice.from_json(_find(table, phase, d_in, channels, tokens, rank, adapters, most).pair)
+    entry = _find(table, phase, d_in, channels, tokens, rank, adapters, most)
+    return Choice.from_json(entry.pair if pair else entry.choice)
 
 
 def _find(

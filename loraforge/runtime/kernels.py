@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from loraforge.dispatch.table import Phase, Table, choose, choose_pair, load_table
+from loraforge.dispatch.table import Phase, Table, choose, load_table
 from loraforge.ops.choice import Choice, Kernel
 from loraforge.runtime.ranks import Projection
-
-Asks = tuple[
-    Callable[..., Choice], ...
-]  # ways to ask the table, the next where one answers with the engine's own
 
 _MIDDLING = 16  # a rank that is assumed where none is known
 # where a table answers with an engine's own kernels, which do not read a ragged pool
@@ -36,7 +32,7 @@ class Kernels:
         self._decode = min(requests, _last(table, "decode"))
         self._ranks = ranks
         self._greatest = greatest
-        self._chosen: dict[tuple[Asks, int, tuple[int, ...], int, int], Choice] = {}
+        self._chosen: dict[tuple[bool, int, tuple[int, ...], int, int], Choice] = {}
 
     @classmethod
     def of(
@@ -51,24 +47,24 @@ class Kernels:
         What lies in the slots has no part in it: captured graphs keep the choice that they were captured with, and all
         choices are compiled before requests come.
         """
-        return self._known(projection, tokens, (choose, choose_pair))
+        return self._known(projection, tokens, pair=False)
 
     def pair(self, projection: Projection, tokens: int) -> Choice:
         """As :meth:`choose`, a shrink and an expand of their own, for a caller that needs Z between them."""
-        return self._known(projection, tokens, (choose_pair,))
+        return self._known(projection, tokens, pair=True)
 
-    def _known(self, projection: Projection, tokens: int, asks: Asks) -> Choice:
+    def _known(self, projection: Projection, tokens: int, *, pair: bool) -> Choice:
         rank = self._ranks.get(projection.name.rpartition(".")[2]) or min(_MIDDLING, self._greatest)
-        key = asks, projection.d_in, projection.channels, tokens, rank
+        key = pair, projection.d_in, projection.channels, tokens, rank
         found = self._chosen.get(key)
         if found is None:  # called for every layer of a step that is not captured
             found = self._chosen[key] = self._choose(*key)
         return found
 
-    def _choose(self, asks: Asks, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> Choice:
+    def _choose(self, pair: bool, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> Choice:
         phase: Phase = "decode" if tokens <= self._decode else "prefill"
-        for ask in asks:
-            found = ask(self.table, phase, d_in, channels, tokens, rank)
+        for of_two in dict.fromkeys((pair, True)):  # where one kernel is not ours, two may be
+            found = choose(self.table, phase, d_in, channels, tokens, rank, pair=of_two)
             if not found.native:
                 return found
         return _FALLBACK[phase]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraforge.dispatch import Entry, Table, choose, choose_pair, load_table, table_path
+from loraforge.dispatch import Entry, Table, choose, load_table, table_path
 from loraforge.errors import InputError, IntegrityError
 from loraforge.ops import NATIVE, Choice, Kernel
 
@@ -57,7 +57,7 @@ def table() -> Table:
 def test_buckets_are_upper_bounds_and_the_last_serves_beyond() -> None:
     shape = (2560, (4096, 1024, 1024))
     assert choose(table(), "decode", *shape, 8, 16) == FUSED
-    assert choose_pair(table(), "decode", *shape, 8, 16) == DIRECT
+    assert choose(table(), "decode", *shape, 8, 16, pair=True) == DIRECT
     assert choose(table(), "decode", *shape, 1, 17) == DIRECT
     assert choose(table(), "decode", *shape, 8, 128) == DIRECT
     assert choose(table(), "decode", *shape, 9, 1) == DIRECT
@@ -77,7 +77,7 @@ def test_adapters_are_told_apart_where_their_number_is_known() -> None:
     assert choose(found, "decode", *shape, 128, 16, 8) == DIRECT
     assert choose(found, "decode", *shape, 128, 16, 9) == FUSED
     assert choose(found, "decode", *shape, 128, 128, 1) == FUSED
-    assert choose_pair(found, "decode", *shape, 128, 128) == TENSOR
+    assert choose(found, "decode", *shape, 128, 128, pair=True) == TENSOR
     with pytest.raises(ValueError, match="one for any"):
         Table.freeze("toy", "", [entry(*cells[1]), entry("prefill", *shape, 8, 8, TENSOR)])
 
