@@ -21,7 +21,7 @@ from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
-from loraforge.serving.launch import MAX_RANKS, rank_hints, read_fleet
+from loraforge.serving.launch import MAX_RANKS, at_least, rank_hints, read_fleet
 from loraforge.serving.points import EngineState
 from loraforge.threads import in_threads
 
@@ -161,9 +161,8 @@ def _engine_rank(experiment: Experiment, largest: int) -> int:
     """
     if experiment.engine == "sglang":
         return largest
-    for rank in MAX_RANKS:
-        if rank >= largest:
-            return rank
+    if (rank := at_least(largest, MAX_RANKS)) is not None:
+        return rank
     raise InputError(
         f"rank {largest} is more than the engine's largest, {MAX_RANKS[-1]}", remedy="leave that adapter out"
     )

@@ -231,13 +231,17 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
     return [*line, *extra]
 
 
+def at_least(rank: int, known: Sequence[int]) -> int | None:
+    """The least of the ascending ``known`` ranks at or above ``rank``; None where there is none."""
+    return next((one for one in known if one >= rank), None)
+
+
 def _max_rank(served: Sequence[Served], known: Sequence[int] | None) -> int:
     largest = max(served, key=lambda item: item.rank)
     if known is None:
         return largest.rank
-    for rank in known:
-        if rank >= largest.rank:
-            return rank
+    if (rank := at_least(largest.rank, known)) is not None:
+        return rank
     raise InputError(
         f"rank {largest.rank} is more than the engine's largest, {known[-1]}",
         path=largest.adapter.path,
