@@ -38,7 +38,12 @@ def read_untrusted_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
         raise InputError(f"is nested deeper than {MAX_DEPTH} levels", path=path)
     try:
         return yaml.load(text, _Plain)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        AttributeError,
+    ) as error:  # the last: of a !!timestamp of none
         said = shown(" ".join(str(error).split()))
         raise InputError(f"not valid YAML ({said})", path=path) from error
 

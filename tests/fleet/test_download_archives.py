@@ -159,6 +159,11 @@ def test_encrypted_and_no_archive(tmp_path: Path) -> None:
     data[data.rindex(b"PK\1\2") + 8] |= 1  # the flag of the last file in the table of contents
     path.write_bytes(data)
     assert "fleet/a/weights: is encrypted" in refused(path, "x.zip")
+    nameless = zipfile.ZipInfo("a")
+    nameless.filename = ""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(nameless, b"x")
+    assert "not a whole archive" in refused(path, "x.zip")
     for kind in ("x.zip", "x.tar", "x.tar.gz"):
         path.write_bytes(b"<html>not found</html>" * 50)
         assert "not a whole archive" in refused(path, kind)

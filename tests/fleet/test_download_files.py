@@ -278,6 +278,8 @@ def test_git_hash_of_a_small_file_of_the_hub(server: HubServer, store: Store) ->
         ("ftp://127.0.0.1/x", "redirects to what is no address"),
         ("//user:password@127.0.0.1/x", "redirects to what is no address"),
         ("http://[::1/x", "broke off, or spoke no HTTP"),
+        ("http://a..b/x", "is, or leads to, a host of no valid name"),
+        ("http://xn--a/x", "is, or leads to, a host of no valid name"),
         ("/files/x/data.bin", "redirects more than 10 times"),
     ],
 )

@@ -68,6 +68,8 @@ def test_a_specification_is_no_lock(capsys: pytest.CaptureFixture[str]) -> None:
         ("adapters: [{? [a] : b}]", "not valid YAML"),
         ("adapters: !!python/object/apply:os.system [id]", "not valid YAML"),
         ("a: !!map b", "not valid YAML"),
+        ("a: !!timestamp b", "not valid YAML"),
+        ("<<: {a: b}", "not valid YAML"),
         ("adapters: [", "not valid YAML"),
         ("[" * 3000, "is nested deeper than 32 levels"),
         ("- " * 3000, "not valid YAML"),

@@ -166,7 +166,7 @@ def _damage_told(path: Path) -> Iterator[None]:
         yield
     except (
         tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError,
-        NotImplementedError, RuntimeError, ValueError, OverflowError,
+        NotImplementedError, RuntimeError, ValueError, OverflowError, IndexError,
     ) as error:  # fmt: skip
         said = shown(str(error)) or type(error).__name__
         raise InputError(

@@ -113,6 +113,7 @@ class Http:
         self._client = httpx.Client(follow_redirects=False, timeout=wait, limits=limits)
         self._errors = httpx.TransportError
         self._unreachable, self._silent = httpx.ConnectError, httpx.ReadTimeout
+        self._no_address = (httpx.InvalidURL, UnicodeError)  # the latter of international names
 
     def __enter__(self) -> Self:
         return self
@@ -186,6 +187,8 @@ class Http:
             if isinstance(error, self._silent):
                 why = f"nothing came for {self.patience.read_s:g} s"
             raise PassingError(f"the connection failed ({why})") from None
+        except self._no_address:
+            raise InputError("is, or leads to, a host of no valid name", path=shown) from None
 
     def _check_commit(self, remote: Remote, response: httpx.Response) -> None:
         said = response.headers.get("X-Repo-Commit")
