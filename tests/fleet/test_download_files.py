@@ -210,6 +210,14 @@ def test_patience_ends(server: HubServer, store: Store) -> None:
     assert left(store) == []
 
 
+def test_a_host_that_begins_anew_and_never_ends(server: HubServer, store: Store) -> None:
+    server.fail("no_ranges", times=99)
+    server.fail("truncate", after=1_500_000, times=99)
+    with pytest.raises(InputError, match=r"the connection failed .*, and has 4 times in a row"):
+        fetch(locked(server), store)
+    assert len(server.requests) == 4
+
+
 def test_retry_after_is_honoured(server: HubServer, store: Store) -> None:
     server.fail(429, headers={"Retry-After": "1"})
     started = time.monotonic()
@@ -355,6 +363,8 @@ def test_torn_journal_and_stale_parts(store: Store) -> None:
     with hold(path, 3 * SEGMENT) as again:
         assert again is not None
         assert again.missing() == [(2 * SEGMENT, 3 * SEGMENT)]
+        again.arrived(2 * SEGMENT, 3 * SEGMENT)
+    assert journal.read_bytes() == b"0\n1\n2\n"
     with hold(path, 2 * SEGMENT) as smaller:  # another plan: nothing of the first counts
         assert smaller is not None
         assert smaller.missing() == [(0, 2 * SEGMENT)]

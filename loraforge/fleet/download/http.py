@@ -36,7 +36,7 @@ T = TypeVar("T")
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses that may be another a moment later
 _MAX_REDIRECTS = 10
 _PROGRESS = 1 << 16  # bytes: a host that gives fewer before it fails again is not getting better
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 _SIZE = re.compile(r"bytes \*/(\d+)")
 
 
@@ -133,7 +133,8 @@ class Http:
         Raises PassingError for what is worth another try, also while the body is read; RefusedError for a status that
         is not, IntegrityError for a file of another size or commit.
         """
-        url, remote = route.found or route.remote.url, route.remote
+        remote, known = route.remote, route.found
+        url = known or remote.url
         for _ in range(_MAX_REDIRECTS):
             headers = {
                 "Accept-Encoding": "identity",
@@ -150,8 +151,9 @@ class Http:
                 if response.has_redirect_location:
                     url = _followed(url, response.headers["Location"], remote)
                     continue
-                if response.status_code in (401, 403, 404, 410) and route.found is not None:
-                    route.found = None  # a signed address has run out: ask its owner again
+                if response.status_code in (401, 403, 404, 410) and known is not None:
+                    if route.found == known:
+                        route.found = None  # a signed address has run out: its owner is asked again
                     raise PassingError(f"no longer gives the file ({response.status_code})", wait_s=0)
                 answer = self._answer(response, url, remote, start)
                 route.found = None if url == remote.url else url
@@ -220,7 +222,7 @@ class Http:
             given = _RANGE.fullmatch(headers.get("Content-Range", ""))
             if given is None or int(given[1]) != start:
                 raise InputError("answers another range than asked for", path=remote.shown)
-            size = int(given[3])
+            size = None if given[2] == "*" else int(given[2])
         return Answer(status == 206, size, _validator(headers), response.iter_raw())
 
     def refused(self, status: int, url: str, remote: Remote) -> RefusedError:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from loraforge.errors import OutputError
 from loraforge.files import output_error
@@ -36,8 +37,8 @@ class Part:
             if size > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(handle, size)
+        self._log = os.open(self._journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._done = self._read_journal()
-        self._log = os.open(self._journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def close(self) -> None:
         os.close(self._log)
@@ -81,15 +82,16 @@ class Part:
                 raise output_error(error, self._journal) from error
             self._done.update(new)
 
-    def hashes(self) -> tuple[str, str]:
-        """Hex SHA-256 of the bytes, and the SHA-1 that git gives a file of them."""
-        sha256, sha1 = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+    def hash(self, kind: Literal["sha256", "git"]) -> str:
+        """Hex SHA-256 of the bytes, or the SHA-1 that git gives a file of them."""
+        digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(usedforsecurity=False)
+        if kind == "git":
+            digest.update(b"blob %d\0" % self.size)
         offset = 0
         while piece := os.pread(self._handle, _CHUNK, offset):
-            sha256.update(piece)
-            sha1.update(piece)
+            digest.update(piece)
             offset += len(piece)
-        return sha256.hexdigest(), sha1.hexdigest()
+        return digest.hexdigest()
 
     def finish(self, place: Path) -> None:
         """Move the whole file to ``place``, read-only. Raises OutputError."""
@@ -108,12 +110,10 @@ class Part:
         self.path.unlink(missing_ok=True)
 
     def _read_journal(self) -> set[int]:
-        try:
-            lines = self._journal.read_bytes().split(b"\n")[
-                :-1
-            ]  # a line without its end was not written whole
-        except FileNotFoundError:
-            return set()
+        """Segments that have come. A line without its end was not written whole, and goes."""
+        whole = os.pread(self._log, os.fstat(self._log).st_size, 0).rpartition(b"\n")
+        os.ftruncate(self._log, len(whole[0]) + len(whole[1]))
+        lines = whole[0].split()
         return {int(line) for line in lines if line.isdigit() and int(line) < self._count}
 
 

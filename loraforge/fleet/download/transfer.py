@@ -115,20 +115,22 @@ class _Transfer:
             if not part.begun:
                 part.drop()
             raise
-        sha256, git_sha1 = part.hashes()
-        for name, found, stated in (
-            ("SHA-256", sha256, remote.sha256),
-            ("git SHA-1", git_sha1, remote.git_sha1),
-        ):
-            if stated not in (None, found):
-                part.drop()
-                raise IntegrityError(
-                    f"other bytes came than locked: {name} is {found}, not {stated}; nothing of them is kept",
-                    path=remote.shown,
-                    remedy="try again; if it stays so, the file was replaced: ask its owner, or lock it anew",
-                )
+        sha256 = part.hash("sha256")
+        self._require("SHA-256", sha256, remote.sha256)
+        if remote.git_sha1 is not None:
+            self._require("git SHA-1", part.hash("git"), remote.git_sha1)
         part.finish(store.blob(sha256))
         return Stored(sha256, part.size)
+
+    def _require(self, kind: str, found: str, stated: str | None) -> None:
+        if stated in (None, found):
+            return
+        self._part.drop()
+        raise IntegrityError(
+            f"other bytes came than locked: {kind} is {found}, not {stated}; nothing of them is kept",
+            path=self._route.remote.shown,
+            remedy="try again; if it stays so, the file was replaced: ask its owner, or lock it anew",
+        )
 
     def _receive(self) -> None:
         runs = _divided(self._part.missing(), self._lanes)
@@ -162,9 +164,10 @@ class _Transfer:
                     for piece in answer.pieces:
                         self._take(piece, at, stop)
                         at += len(piece)
-                        self._came(max(0, at - max(furthest, at - len(piece))))
-                        furthest = max(furthest, at)
-                        tries.progressed(len(piece))
+                        new = max(0, at - furthest)  # what is sent again is no progress
+                        furthest += new
+                        self._came(new)
+                        tries.progressed(new)
                     if at < stop:
                         raise PassingError(f"ended after {at} of {self._part.size} bytes")
             except PassingError as error:
@@ -182,9 +185,8 @@ class _Transfer:
     def _check(self, answer: Answer) -> None:
         if answer.size not in (None, self._part.size):
             raise self._wrong_size(str(answer.size))
-        same = (
-            (self._validator, None) if answer.ranged else (self._validator,)
-        )  # a part is of what was asked for
+        # a host may leave it out of a part, which is of the version that was asked for
+        same = (self._validator, None) if answer.ranged else (self._validator,)
         if self._validator is not None and answer.validator not in same:
             raise InputError(
                 "changed while it was fetched", path=self._route.remote.shown, remedy="run the command again"
