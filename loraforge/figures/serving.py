@@ -169,7 +169,9 @@ def _notes(study_: Study) -> list[str]:
     if budgets:
         notes.append(f"Adapters are bounded to {' and '.join(budgets)}.")
     if study_.admissions:
-        notes.append("Prefill, decode: mean tokens of a step with prompts, largest batch; in a window's first minute.")
+        notes.append(
+            "Prefill, decode: mean tokens of a step with prompts, largest batch; in a window's first minute."
+        )
     if said.decode_steps:
         notes.append(f"Admissions wait for {said.decode_steps} decode steps after a prefill.")
     found = study_.counts

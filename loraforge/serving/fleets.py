@@ -155,7 +155,8 @@ def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
         needs = list(served.live_bytes.values())
         fits = len(needs) if budget is None else residency.ragged_slots(budget, needs)
         return EngineState(
-            slots=fits + base_slots,
+            # where not all adapters fit, a batch of adapters alone takes the base model's slot too
+            slots=fits + (base_slots if fits == len(needs) else 0),
             max_rank=rank,
             pool="ragged",
             pool_bytes=residency.ragged_pool_bytes(budget, fits, needs),
