@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from loraforge.errors import MissingDependencyError
 from loraforge.runtime import counters
 from loraforge.runtime.sglang import BACKEND, command_line, scheduler, version
+from loraforge.runtime.sglang.options import Options
 
 Factory = Callable[[], type]
 
@@ -37,6 +38,7 @@ def activate(*, native: bool) -> None:
         if counters.wanted():
             backends.update({name: _counted(factory) for name, factory in backends.items()})
     else:
+        Options.of(os.environ)  # what means nothing is refused before a model is loaded
         backends[BACKEND] = create
 
 
