@@ -127,9 +127,9 @@ def _range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
-def _notes(study_: Study) -> list[str]:
+def _notes(found: Study) -> list[str]:
     """What else a reader has to know: lengths and stopping, fleets without weights, budgets, and what went wrong."""
-    said = study_.terms
+    said = found.terms
     words = {name: _lengths(fleet.output_tokens) for name, fleet in said.fleets.items()}
     if len(set(words.values())) > 1:
         lengths = "; ".join(f"{text} ({name})" for name, text in words.items())
@@ -168,19 +168,19 @@ def _notes(study_: Study) -> list[str]:
     ]
     if budgets:
         notes.append(f"Adapters are bounded to {' and '.join(budgets)}.")
-    if study_.admissions:
+    if found.admissions:
         notes.append(
             "Prefill, decode: mean tokens of a step with prompts, largest batch; in a window's first minute."
         )
     if said.decode_steps:
         notes.append(f"Admissions wait for {said.decode_steps} decode steps after a prefill.")
-    found = study_.counts
-    if found["failed"]:
-        notes.append(f"{found['failed']:,} of {found['requests']:,} requests failed and count for nothing.")
-    if found["points"] < found["points_declared"]:
-        missing = found["points_declared"] - found["points"]
+    counts = found.counts
+    if counts["failed"]:
+        notes.append(f"{counts['failed']:,} of {counts['requests']:,} requests failed and count for nothing.")
+    if counts["points"] < counts["points_declared"]:
+        missing = counts["points_declared"] - counts["points"]
         notes.append(
-            f"{missing} of {found['points_declared']} points are not shown: seeds were not measured."
+            f"{missing} of {counts['points_declared']} points are not shown: seeds were not measured."
         )
     return notes
 

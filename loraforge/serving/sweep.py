@@ -209,10 +209,8 @@ class _Runner:
                     }
                 )
                 say(f"{arm}: healthy after {healthy_s:.1f} s")
-                running, trouble = (
-                    _Running(arm, number, engines, counters, traces),
-                    _inactive(arm, start.engines),
-                )
+                running = _Running(arm, number, engines, counters, traces)
+                trouble = _inactive(arm, start.engines)
                 if trouble is None:
                     running, trouble = self._condition(running)
                 self._add(start.model_copy(update={"failure": trouble}))

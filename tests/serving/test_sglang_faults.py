@@ -135,7 +135,7 @@ def server(folder: Path) -> Iterator[SglangServer]:
         "LORAFORGE_EARLY_STOP": "1",
     }
     line = launcher(folder / "fleet", folder / "base", port, *room)
-    engine = Engine(line, port=port, log=folder / "engine.log", env={**ENVIRONMENT, **trace}, start_s=400)
+    engine = Engine(line, port=port, log=folder / "engine.log", env={**ENVIRONMENT, **trace}, start_s=600)
     with engine:
         yield SglangServer(engine, counters, BASE, prompt="w5 w6 w7 w8")
 
