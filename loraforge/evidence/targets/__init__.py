@@ -14,11 +14,15 @@ from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
 from loraforge.evidence.targets.serving import (
+    Adapters500,
     CpuServing,
     FixedWork,
+    MixedServingSglang,
     MixedServingVllm,
     Residency,
+    SingleFleet,
     SixCell,
+    StoppingContract,
 )
 from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
@@ -36,9 +40,13 @@ TARGETS: dict[str, Target[Any]] = {
         DispatchTarget(),
         CpuOpsTarget(),
         MixedServingVllm(),
+        MixedServingSglang(),
         SixCell(),
         FixedWork(),
         Residency(),
+        StoppingContract(),
+        SingleFleet(),
+        Adapters500(),
         CpuServing(),
     )
 }
