@@ -23,7 +23,8 @@ def bag(
         str,
         typer.Argument(
             help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
-            " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency or cpu_serving",
+            " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency, cpu_serving"
+            " or reader_fuzz",
             show_default=False,
         ),
     ],
