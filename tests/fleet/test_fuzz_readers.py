@@ -210,6 +210,9 @@ class Search:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.lines: set[tuple[str, int]] = set()
+        self.grown: list[
+            bytes
+        ] = []  # to grow from in the next round: a round must draw the same from the same seed
         self.taken = self.refused = self.failed = self.kept = 0
         self.slowest = 0.0
         self.started = time.perf_counter()
@@ -231,6 +234,8 @@ class Search:
                 failing[:] = [data]
                 raise
 
+        STARTS[self.kind] += self.grown
+        self.grown = []
         try:
             search()
         except BaseException:
@@ -249,7 +254,7 @@ class Search:
         self.taken, self.refused = self.taken + taken, self.refused + (not taken)
         if SECONDS and (new := _reached(self.kind, data) - self.lines):
             self.lines |= new
-            STARTS[self.kind].append(data)
+            self.grown.append(data)
             if len(data) <= MOST_KEPT_BYTES:
                 self._keep(data)
 

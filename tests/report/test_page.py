@@ -23,6 +23,59 @@ from loraforge.report.page import report_page
 from loraforge.report.text import data_block, packed, shown, visible
 
 SECONDS = {"verify": 0.25, "factor": 1.5}
+ELEMENTS = {
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "script",
+        "body",
+        "header",
+        "main",
+        "section",
+        "h1",
+        "h2",
+        "h3",
+        "p",
+        "a",
+    ),
+    *(
+        "dl",
+        "div",
+        "dt",
+        "dd",
+        "form",
+        "label",
+        "input",
+        "output",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "figure",
+    ),
+    *(
+        "b",
+        "bdi",
+        "span",
+        "small",
+        "em",
+        "sub",
+        "code",
+        "svg",
+        "g",
+        "rect",
+        "line",
+        "text",
+        "tspan",
+        "polyline",
+        "circle",
+    ),
+}
 VERSIONS = {"Python": "3.11.2", "torch": "<2>"}
 
 
@@ -87,12 +140,7 @@ def test_strangers_words_are_shown_and_nothing_else() -> None:
     text = html_of(make_fleet(HOSTILE))
     read = Read(text)
     assert [attributes.get("type") for attributes, _ in read.all("script")] == ["application/json", None]
-    assert {tag for tag, _ in read.elements} <= {
-        "html", "head", "meta", "title", "style", "body", "a", "header", "p", "h1", "h2", "h3", "main",
-        "section", "dl", "div", "dt", "dd", "b", "span", "form", "label", "input", "output", "table", "thead", "tbody", "tr",
-        "th", "td", "bdi", "small", "svg", "g", "rect", "line", "text", "tspan", "polyline", "circle", "figure", "em", "sub",
-        "code", "script",
-    }  # fmt: skip
+    assert {tag for tag, _ in read.elements} <= ELEMENTS
     stated = {name for _, attributes in read.elements for name in attributes}
     assert not [name for name in stated if name.startswith("on") or name == "style"]
     rows = [text for attributes, text in read.all("bdi")]
