@@ -52,6 +52,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class _LazyGroup(TyperGroup):
     """Lists every command, imports one: ``loraforge --help`` must not import torch."""
 
+    def __init__(self, **stated):  # type: ignore[no-untyped-def]
+        super().__init__(**stated)
+        self.commands = dict.fromkeys(COMMANDS)  # names alone, for what a misspelt one may have meant
+
     def list_commands(self, ctx):  # type: ignore[no-untyped-def]
         return list(COMMANDS)
 
@@ -146,8 +150,10 @@ def _run(arguments: list[str] | None) -> Any:
             print(message, file=sys.stderr)
             return error.exit_code
         command = error.ctx.command_path if error.ctx is not None else "loraforge"
+        problem, _, guess = " ".join(message.split()).rstrip(".?").partition(". Did you mean ")
         raise UsageError(
-            " ".join(message.split()).rstrip("."), remedy=f"`{command} --help` lists what there is"
+            problem,
+            remedy=f"{f'did you mean {guess}? ' if guess else ''}`{command} --help` lists what there is",
         ) from error
 
 

@@ -57,11 +57,18 @@ def test_every_command_is_covered() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compres", "No such command 'compres'; `loraforge --help` lists what there is"),
+        (
+            "compres",
+            "No such command 'compres'; did you mean 'compress'? `loraforge --help` lists what there is",
+        ),
+        ("squash", "No such command 'squash'; `loraforge --help` lists what there is"),
         ("compress", "Missing argument 'source'; `loraforge compress --help` lists what there is"),
         ("compress a --ou b", "No such option: --ou"),
         ("compress a --out b --params many", "Invalid value for '--params': "),
-        ("fleet lok", "No such command 'lok'; `loraforge fleet --help` lists what there is"),
+        (
+            "fleet lok",
+            "No such command 'lok'; did you mean 'lock'? `loraforge fleet --help` lists what there is",
+        ),
     ],
 )
 def test_a_command_line_that_is_wrong_gets_one_line(

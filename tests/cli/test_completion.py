@@ -57,6 +57,7 @@ def script(environment: dict[str, str], shell: str) -> str:
         ("compress --budget 1/1", {"1/12", "1/16"}),
         ("compress --dtype ", {"bfloat16", "float16", "float32", "source"}),
         ("compress --layout p", {"padded"}),
+        ("allocate --policy fa", {"fair"}),
         ("fleet ve", {"verify"}),
         ("compress fl", set()),  # a path, which bash completes itself
         ("compress --out fl", set()),
