@@ -54,7 +54,8 @@ class _LazyGroup(TyperGroup):
 
     def __init__(self, **stated):  # type: ignore[no-untyped-def]
         super().__init__(**stated)
-        self.commands = dict.fromkeys(COMMANDS)  # names alone, for what a misspelt one may have meant
+        names: Any = dict.fromkeys(COMMANDS)
+        self.commands = names  # without the commands: what a misspelt one may have meant
 
     def list_commands(self, ctx):  # type: ignore[no-untyped-def]
         return list(COMMANDS)
