@@ -328,7 +328,7 @@ def show_preview(planned: Preview, out: Path) -> None:
     console.print(table)
     rows = Table(box=box.SIMPLE)
     rows.add_column("adapter", overflow="fold", min_width=8)
-    for title in ("ranks", "of", "parameters", "energy", "share / uniform"):
+    for title in ("ranks", "of", "parameters", "energy", "x uniform"):
         rows.add_column(title, justify="right", no_wrap=True)
     for adapter in numbers[:_MOST_ROWS]:
         rows.add_row(

@@ -73,7 +73,7 @@ def budget_figure(adapters: Sequence[AdapterNumbers]) -> str:
 
 
 def spectra_figure(problem: Problem, k: Ints, kinds: Sequence[str], kind: Ints) -> str:
-    """The median spectrum of each kind of module, relative to its largest value, on a logarithmic axis; a dot where the
+    """The median spectrum of each kind of module, relative to its largest value, on logarithmic axes; a dot where the
     median rank that is kept ends. ``k`` and ``kind`` (an index into ``kinds``) are int64 [M]."""
     curves = [_median_spectrum(problem, np.flatnonzero(kind == number)) for number in range(len(kinds))]
     reach = max(len(curve) for curve in curves)
@@ -82,7 +82,7 @@ def spectra_figure(problem: Problem, k: Ints, kinds: Sequence[str], kind: Ints) 
     left, right, top, bottom = 64.0, _WIDTH - 150.0, 14.0, 300.0
 
     def x(direction: int) -> float:
-        return left + (right - left) * (0.5 if reach == 1 else (direction - 1) / (reach - 1))
+        return left + (right - left) * (0.5 if reach == 1 else math.log(direction) / math.log(reach))
 
     def y(value: float) -> float:
         return top + (bottom - top) * min(1.0, -math.log10(value) / decades if value > 0 else 1.0)
@@ -102,8 +102,7 @@ def spectra_figure(problem: Problem, k: Ints, kinds: Sequence[str], kind: Ints) 
                 text_anchor="end",
             )
         )
-    step = max(1, round(reach / 8))
-    for direction in sorted({1, *range(step, reach + 1, step)}):
+    for direction in (1 << power for power in range(reach.bit_length())):
         parts.append(_text(x(direction), bottom + 18, str(direction), anchor="middle", kind="muted"))
     parts.append(_text((left + right) / 2, bottom + 38, "direction", anchor="middle", kind="muted"))
     for number, (label, curve) in enumerate(zip(kinds, curves, strict=True)):

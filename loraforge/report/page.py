@@ -170,7 +170,7 @@ def _cards(
         (
             "Energy kept",
             f"{fleet.retained_energy:.2%}",
-            f"a better choice adds at most {fleet.optimality_gap:.2g}",
+            f"optimality gap {fleet.optimality_gap:.2g}, in the policy's unit",
         ),
         ("Ranks kept", f"{k.min()} to {k.max()}", f"median {np.median(k):g}"),
         ("Lost", f"{np.median(lost):.3f}", f"median module; worst {lost.max():.3f}"),

@@ -120,7 +120,7 @@
     const bottom = Math.min(top - 1, Math.max(least, top - 5));
     const reach = modules.reduce((most, { rank }) => Math.max(most, rank), 1);
     const [left, right, head, foot] = [54, 548, 10, 262];
-    const x = (direction) => (reach === 1 ? (left + right) / 2 : left + ((right - left) * (direction - 1)) / (reach - 1));
+    const x = (direction) => (reach === 1 ? (left + right) / 2 : left + ((right - left) * Math.log(direction)) / Math.log(reach));
     const y = (v) => head + ((foot - head) * (top - Math.max(bottom, v > 0 ? Math.log10(v) : bottom))) / (top - bottom);
     const chart = svg("svg", { class: "chart", role: "img", viewBox: "0 0 700 306",
       "aria-label": "Singular values of every module by direction; the table has the ranks that are kept" });
@@ -132,8 +132,7 @@
           "10", svg("tspan", { class: "sup", dy: -5 }, String(decade).replace("-", "−"))),
       );
     }
-    const step = Math.max(1, Math.round(reach / 8));
-    for (let direction = step; direction <= reach; direction += step) {
+    for (let direction = 1; direction <= reach; direction *= 2) {
       chart.append(svg("text", { class: "muted", x: x(direction), y: foot + 18, "text-anchor": "middle" }, String(direction)));
     }
     chart.append(svg("text", { class: "muted", x: (left + right) / 2, y: foot + 38, "text-anchor": "middle" }, "direction"));
@@ -159,7 +158,7 @@
     return { chart, lines, used };
   };
 
-  /* Share of its rank that each module keeps: layers from left to right, kinds from top to bottom. */
+  /* The rank that each module keeps, shaded by its share of the whole: layers from left to right, kinds from top to bottom. */
   const map = (modules) => {
     const placed = modules.filter(({ layer }) => layer !== null);
     const layers = [...new Set(placed.map(({ layer }) => layer))].sort((a, b) => a - b);
@@ -167,18 +166,24 @@
     if (layers.length < 2 || layers.length > 200) return null;
     const [left, width, height] = [110, 580 / layers.length, 22];
     const foot = 6 + kinds.length * height;
+    const most = placed.reduce((share, { kept, rank }) => Math.max(share, kept / rank), 0);
     const chart = svg("svg", { class: "chart", role: "img", viewBox: `0 0 700 ${foot + 40}`,
-      "aria-label": "Share of its rank that each module keeps, by layer and kind; the table has the numbers" });
+      "aria-label": "Rank that each module keeps, by layer and kind; the table has the numbers" });
     kinds.forEach((kind, row) => chart.append(
       svg("text", { x: left - 8, y: 6 + row * height + 15, "text-anchor": "end" }, clip(data.kinds[kind], 15))));
     for (const module of placed) {
+      const shade = module.kept / module.rank / most;
       const place = { x: left + layers.indexOf(module.layer) * width, y: 6 + kinds.indexOf(module.kind) * height,
         width: Math.max(1, width - 1), height: height - 1 };
       chart.append(
         svg("rect", { ...place, class: "frame" }),
-        svg("rect", { ...place, class: "heat", "fill-opacity": (module.kept / module.rank).toFixed(3) },
+        svg("rect", { ...place, class: "heat", "fill-opacity": shade.toFixed(3) },
           svg("title", {}, `${module.name}: ${module.kept} of ${module.rank}, energy kept ${percent(1 - module.lost ** 2)}`)),
       );
+      if (width >= 8 + 6 * String(module.kept).length) {
+        chart.append(svg("text", { class: shade > 0.6 ? "rank on" : "rank", x: place.x + place.width / 2, y: place.y + 14.5,
+          "text-anchor": "middle" }, String(module.kept)));
+      }
     }
     const step = Math.max(1, Math.round(layers.length / 10));
     for (let index = 0; index < layers.length; index += step) {
@@ -226,8 +231,8 @@
       html("tr", {}, html("th", { scope: "row" }, title), html("td", {}, html("code", {}, text))))));
   };
 
-  const detail = (adapter, name) => {
-    const cell = html("td");
+  const detail = (adapter, name, span) => {
+    const cell = html("div", { class: "inside" });
     if (detailed) {
       const modules = modulesOf(adapter);
       const { chart, lines, used } = spectra(modules);
@@ -251,7 +256,7 @@
       const drawn = map(modules);
       const pair = html("div", { class: "pair" }, html("div", {}, html("h3", {}, "Singular values; faint where they are dropped"),
         html("figure", {}, chart)));
-      if (drawn) pair.append(html("div", {}, html("h3", {}, "Share of the rank that is kept"), html("figure", {}, drawn)));
+      if (drawn) pair.append(html("div", {}, html("h3", {}, "Ranks that are kept; darker for a larger share of the whole"), html("figure", {}, drawn)));
       cell.append(pair,
         html("div", { class: "controls" }, html("label", {}, "Module contains ", search), html("label", {}, "Kind ", select)),
         html("div", { class: "modules", role: "region", tabindex: 0, "aria-label": `Table of the modules of ${name}` }, table));
@@ -259,7 +264,7 @@
       cell.append(html("p", {}, "This fleet has too many modules for one page; manifest.json has them."));
     }
     cell.append(html("h3", {}, "Hashes (SHA-256)"), hashes(adapter));
-    return cell;
+    return html("td", { colspan: span }, cell);
   };
 
   const table = document.getElementById("table");
@@ -273,7 +278,7 @@
     head.append(button);
     button.addEventListener("click", () => {
       if (!row.owned) {
-        row.owned = html("tr", { class: "detail", id, hidden: "" }, fill(detail(Number(row.dataset.i), name), { colspan: span }, []));
+        row.owned = html("tr", { class: "detail", id, hidden: "" }, detail(Number(row.dataset.i), name, span));
         button.setAttribute("aria-controls", id);
         row.after(row.owned);
       }

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 def visible(text: str) -> str:
     """``text`` with every character that is not printed, or that turns the direction of what follows, as its number."""
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() else f"\\u{ord(character):04x}" for character in text)
 
 

@@ -150,6 +150,7 @@ class Browser:
 
     async def pdf(self, path: Path) -> None:
         """The page as it prints."""
+        await self.call("Emulation.setEmulatedMedia", media="print")
         made = await self.call("Page.printToPDF", printBackground=False, preferCSSPageSize=True)
         path.write_bytes(base64.b64decode(made["data"]))
 
