@@ -12,6 +12,7 @@ from loraforge.evidence.targets.dispatch import DispatchTarget
 from loraforge.evidence.targets.end_to_end import EndToEndTarget
 from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
+from loraforge.evidence.targets.reader_fuzz import ReaderFuzzTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
 from loraforge.evidence.targets.serving import (
     Adapters500,
@@ -48,6 +49,7 @@ TARGETS: dict[str, Target[Any]] = {
         SingleFleet(),
         Adapters500(),
         CpuServing(),
+        ReaderFuzzTarget(),
     )
 }
 
