@@ -39,6 +39,8 @@ Policy = Literal[
 ]
 Layout = Literal["ragged", "padded"]
 Method = Literal["auto", "gram", "tsqr", "reference"]
+Split = Literal["validation", "test"]
+SharedBases = Literal["full", "weighted", "diagonal"]
 Recompressor = Literal["florist", "spectral_transform", "fraq", "tsqr", "gram"]
 
 
@@ -80,9 +82,13 @@ class QualityConfig(_Strict):
     adapters: tuple[str, ...] | Literal["all"] = Field("all", description="adapters to score, or all")
     policies: tuple[Policy, ...] = Field(("uniform", "spectral"), description="compressed arms")
     budgets: tuple[BudgetText, ...] = Field(("1/12", "1/4"), description="budgets of the compressed arms")
+    split: Split = Field(
+        "test", description="examples that are scored: those to report on, or those to choose by"
+    )
     limit: int | None = Field(None, ge=1, description="examples a task; null for all 200")
     batch_size: int = Field(64, ge=1, description="prompts a forward pass")
-    jobs: int = Field(1, ge=1, description="adapters scored at once; a GPU takes a dozen")
+    lanes: int = Field(1, ge=1, description="arms of an adapter decoded at once; a GPU takes eight")
+    jobs: int = Field(1, ge=1, description="adapters scored at once, a process each; a GPU takes six")
     device: str = Field("auto", description="torch device: auto (cuda where there is one), cpu, cuda, cuda:1")
 
 

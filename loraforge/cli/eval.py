@@ -56,7 +56,7 @@ def run(
     from loraforge.files import write_jsonl
     from loraforge.fleet.lock import load_lock
     from loraforge.progress import Timer, say
-    from loraforge.quality.harness import Settings, evaluate_fleet
+    from loraforge.quality.evaluate import Settings, evaluate_fleet
 
     settled = load_config(config)
     quality = settled.quality if device is None else settled.quality.model_copy(update={"device": device})

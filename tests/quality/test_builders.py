@@ -402,10 +402,10 @@ def test_published_folder_is_whole(name: str) -> None:
     assert all("\n" not in row["target"] and row["target"] == row["target"].strip() for row in rows)
     assert all(len(row["prompt"]) < 700 and len(row["target"]) <= 160 for row in rows)
     record = json.loads((folder / "SOURCE.json").read_text(encoding="utf-8"))
-    for split in ("validation", "test"):
-        text = (folder / f"{split}.jsonl").read_text(encoding="utf-8")
-        assert record[f"{split}_sha256"] == sha256_text(text)
-        assert record["splits"][split] == text.count("\n")
+    for held_out in ("validation", "test"):
+        text = (folder / f"{held_out}.jsonl").read_text(encoding="utf-8")
+        assert record[f"{held_out}_sha256"] == sha256_text(text)
+        assert record["splits"][held_out] == text.count("\n")
     assert [source["sha256"] for source in record["sources"]] == [s.sha256 for s in TASKS[name].sources]
     assert (folder / f"{name}.yaml").read_text(encoding="utf-8") == task_file(TASKS[name])
     assert (folder / "LICENSE").stat().st_size > 500

@@ -21,7 +21,7 @@ from loraforge.fleet.lock import save_lock
 from loraforge.fleet.locking import make_lock
 from loraforge.fleet.peft_io import open_adapter
 from loraforge.quality.arms import MergedModel, Update, arms_of, original_updates, truncated_updates
-from loraforge.quality.harness import Settings, evaluate_fleet
+from loraforge.quality.evaluate import Settings, evaluate_fleet
 from loraforge.quality.metrics import aggregate
 
 TASK = "us_to_uk"

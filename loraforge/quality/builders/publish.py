@@ -1,6 +1,6 @@
 """Publish a task for lm-eval: test and validation sets, its task file, where it comes from and under which licence.
 
-Policies are chosen on the validation set, and its prompts are what moments are collected over; the test set only reports.
+Policies are chosen on the validation set, whose prompts moments are collected over; the test set only reports.
 """
 
 from __future__ import annotations
