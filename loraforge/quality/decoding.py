@@ -1,8 +1,9 @@
 """Greedy decoding of a batch of prompts: what transformers' ``generate`` computes, without what it costs.
 
-:func:`decode_growing` keeps a cache that grows, and drops stopped rows once they are enough to pay for it: on a processor
-a row costs time. :class:`FixedDecoder` keeps every tensor in its place, so that a step is one CUDA graph: on a GPU a launch
-costs time, and a row hardly any. Both call the model's own forward pass, and neither reads on behind a stop.
+:func:`decode_growing` keeps a cache that grows, and drops stopped rows once they are enough to pay for it: on a
+processor a row costs time. :class:`FixedDecoder` keeps every tensor in its place, so that a step is one CUDA graph: on
+a GPU a launch costs time, and a row hardly any. Both call the model's own forward pass, and neither reads on behind a
+stop.
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ class FixedDecoder:
 
     def _begin(self, prompts: Prompts) -> None:
         """The pass over the prompts, which gives the first token."""
-        rows, width = prompts.ids.shape
-        pad = self._width - width
+        pad = self._width - prompts.ids.shape[1]
         ids, mask = (torch.nn.functional.pad(part, (pad, 0)) for part in (prompts.ids, prompts.mask))
         device = self._stops.device
         ids, mask = ids.to(device), mask.to(device)
