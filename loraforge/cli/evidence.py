@@ -22,7 +22,8 @@ def bag(
     target: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
+            help="spectra, allocation, recompression, quality, quality_selection, quality_study,"
+            " end_to_end_compression, shrink_ablation,"
             " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency or cpu_serving",
             show_default=False,
         ),

@@ -15,7 +15,8 @@ def figure(
     name: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, quality, recompression, shrink_ablation, expand_ablation, expand_native,"
+            help="spectra, allocation, quality, selection, retention, regressions, budget_share, quality_tables,"
+            " recompression, shrink_ablation, expand_ablation, expand_native,"
             " dispatch, dispatch_map, dispatch_layers, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency or"
             " cpu_serving",
             show_default=False,
