@@ -81,7 +81,7 @@ def _score(rows: Table, arm: str, budget: str) -> str:
 
 
 def _detail(rows: Table, arm: str, budget: str) -> list[str]:
-    item = study.one(rows, "table2", arm, budget) or {}
+    item = study.one(rows, "table2", arm, budget) or study.row("table2", 0.0)
     kept = study.one(rows, "kept", arm, budget)
     return [
         f"{study.number(item):+.2f}",

@@ -48,12 +48,15 @@ def draw(rows: Table, context: style.Context) -> Figure:
         _curves(figure.add_subplot(cells[0, 0]), rows, arms, budgets)
         _intervals(figure.add_subplot(cells[0, 1]), rows, arms)
         study.key(figure.add_subplot(cells[1, :]), arms, lines=True)
-        original = study.one(rows, "macro", *ORIGINAL)
-        base = study.one(rows, "macro", *BASE)
+        original, base = (
+            study.number(item)
+            for arm in (ORIGINAL, BASE)
+            if (item := study.one(rows, "macro", *arm)) is not None
+        )
         style.caption(
             figure,
             context.line(study.sample(rows))
-            + f"\nOriginal adapters {study.number(original or {}):.1f}, base model {study.number(base or {}):.1f}."
+            + f"\nOriginal adapters {original:.1f}, base model {base:.1f}."
             " (b) 95 % paired bootstrap: thick over examples, thin over adapters too.",
         )
         return figure
