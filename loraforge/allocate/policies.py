@@ -17,7 +17,7 @@ from loraforge.allocate.threshold import Score, cumulative, frobenius, magnitude
 from loraforge.config import Policy
 
 Floor = Literal["u", "max(1, ceil(u / 2))", "1"]
-Norm = Literal["weights", "activations"]
+Norm = Literal["weights", "activations", "fisher"]
 HALF: Floor = "max(1, ceil(u / 2))"
 
 
@@ -50,8 +50,8 @@ class Cut:
 class Rule:
     """A policy: how it chooses, from which floor (u is the uniform rank), and what its singular values measure.
 
-    ``activations`` means the spectra of dW C^1/2, C being the second moments of a module's inputs: see
-    :mod:`loraforge.activation`.
+    ``activations`` means the spectra of dW C^1/2, C being the second moments of a module's inputs; ``fisher`` those
+    whose squares are twice the divergence of an adapter's answers from its own: see :mod:`loraforge.activation`.
     """
 
     choose: Uniform | Greedy | Fair | Cut
@@ -75,6 +75,11 @@ RULES: dict[Policy, Rule] = {
     "activation-relative": Rule(Greedy(adapter_relative), "1", "activations"),
     "activation-sqrt": Rule(Greedy(_SQRT), "1", "activations"),
     "activation-fair": Rule(Fair(), "1", "activations"),
+    "fisher-uniform": Rule(Uniform(), "u", "fisher"),
+    "fisher": Rule(Greedy(absolute), "1", "fisher"),
+    "fisher-relative": Rule(Greedy(adapter_relative), "1", "fisher"),
+    "fisher-sqrt": Rule(Greedy(_SQRT), "1", "fisher"),
+    "fisher-fair": Rule(Fair(), "1", "fisher"),
     "para": Rule(Cut(magnitude, each_adapter=True)),
     "para-fleet": Rule(Cut(magnitude)),
     "fixed-rank": Rule(Cut(position)),
