@@ -16,9 +16,10 @@ from loraforge.allocate.objectives import (
 from loraforge.allocate.threshold import Score, cumulative, frobenius, magnitude, position, ratio
 from loraforge.config import Policy
 
-Floor = Literal["u", "max(1, ceil(u / 2))", "1"]
+Floor = Literal["u", "max(1, ceil(u / 2))", "1", "1 an adapter"]
 Norm = Literal["weights", "activations", "fisher"]
 HALF: Floor = "max(1, ceil(u / 2))"
+FREE: Floor = "1 an adapter"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Cut:
 @dataclass(frozen=True)
 class Rule:
     """A policy: how it chooses, from which floor (u is the uniform rank), and what its singular values measure.
+
+    A floor of 1 an adapter lets modules go altogether, all but the one with the densest direction.
 
     ``activations`` means the spectra of dW C^1/2, C being the second moments of a module's inputs; ``fisher`` those
     whose squares are twice the divergence of an adapter's answers from its own: see :mod:`loraforge.activation`.

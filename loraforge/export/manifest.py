@@ -88,6 +88,7 @@ class AdapterEntry(_Strict):
     passthrough: tuple[str, ...] = Field(description="tensors copied byte for byte")
     layouts: dict[Layout, Weights]
     modules: dict[str, ModuleEntry]
+    dropped: tuple[str, ...] = Field((), description="modules that keep no direction and are in no layout")
 
     @property
     def compact_parameters(self) -> int:
