@@ -11,7 +11,7 @@ import torch
 from adapter_folders import MakeAdapter
 from tiny_model import tiny_model, tiny_tokenizer, write_base
 
-from loraforge.activation.moments import collect_moments
+from loraforge.activation.inputs import collect_moments
 from loraforge.allocate.allocation import AllocationFile, load_allocation, save_allocation
 from loraforge.allocate.budget import parse_budget
 from loraforge.cts.export import compress_jointly
