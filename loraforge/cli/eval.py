@@ -40,7 +40,7 @@ def run(
     tasks: Annotated[Path, typer.Option(help="folder of the published tasks")] = Path("config/tasks"),
     device: Annotated[str | None, typer.Option(help="torch device instead of the configuration's")] = None,
     moments: Annotated[
-        Path | None, typer.Option(help="file of moments that activation policies were allocated with")
+        list[Path] | None, typer.Option(help="files of moments that policies were allocated with, one a norm")
     ] = None,
     expanded: Annotated[
         list[Path] | None, typer.Option(help="folders of `loraforge cts`, each scored as an arm")
@@ -86,7 +86,7 @@ def run(
         allocations=allocations,
         method=settled.factor.method,
         policies=list(dict.fromkeys(policies)),
-        moments=moments,
+        moments=moments or (),
         expanded=expanded or (),
     )
     with Timer() as timer:

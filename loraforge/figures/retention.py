@@ -55,8 +55,7 @@ def draw(rows: Table, context: style.Context) -> Figure:
         )
         style.caption(
             figure,
-            context.line(study.sample(rows))
-            + f"\nOriginal adapters {original:.1f}, base model {base:.1f}."
+            context.line(study.sample(rows)) + f"\nOriginal adapters {original:.1f}, base model {base:.1f}."
             " (b) 95 % paired bootstrap: thick over examples, thin over adapters too.",
         )
         return figure

@@ -112,7 +112,7 @@ def original_updates(adapter: Adapter) -> dict[str, Update]:
 def truncated_updates(
     adapter: Adapter, cached: CachedAdapter, ranks: Mapping[str, int], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Update]:
-    """The leading ``ranks`` directions of every module, rounded to ``dtype`` as export rounds them.
+    """The leading ``ranks`` directions of every module that keeps any, rounded to ``dtype`` as export rounds them.
 
     Raises InputError where ``ranks`` lacks a module or a value overflows ``dtype``.
     """
@@ -124,6 +124,8 @@ def truncated_updates(
                 key=module.name,
                 remedy="allocate again for this fleet",
             )
+        if ranks[module.name] == 0:
+            continue
         factors = cached.factors(module.name, ranks[module.name])
         found[module.name] = Update(*cast_factors(adapter, module.name, factors, dtype), 1.0)
     return found

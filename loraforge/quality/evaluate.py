@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loraforge.activation.entries import entries_of, entry_key, require_moments
-from loraforge.activation.moments import Moments, load_moments
+from loraforge.activation.moments import Moments, load_moments, stated_norm
 from loraforge.allocate.allocation import AllocationFile, load_allocation
 from loraforge.allocate.policies import RULES
 from loraforge.config import Policy, QualityConfig, Split
@@ -59,7 +59,7 @@ STAGE = (
 class Settings:
     """What a worker process needs to score adapters; paths as the caller gives them.
 
-    ``moments``: the file that activation policies were allocated with. ``expanded``: folders of ``loraforge cts``,
+    ``moments``: the files that policies were allocated with, one a norm. ``expanded``: folders of ``loraforge cts``,
     each an arm of its own. ``lanes``: arms of one adapter that are decoded at once.
     """
 
@@ -73,7 +73,7 @@ class Settings:
     batch_size: int
     device: str
     method: Method = "auto"
-    moments: Path | None = None
+    moments: tuple[Path, ...] = ()
     expanded: tuple[Path, ...] = ()
     split: Split = "test"
     lanes: int = 1
@@ -89,7 +89,7 @@ class Settings:
         allocations: Path,
         method: Method,
         policies: Sequence[str] | None = None,
-        moments: Path | None = None,
+        moments: Sequence[Path] = (),
         expanded: Sequence[Path] = (),
     ) -> Settings:
         """Settings of a configuration's quality section; ``policies`` in place of its own where given."""
@@ -104,7 +104,7 @@ class Settings:
             batch_size=config.batch_size,
             device=resolve_device(config.device),
             method=method,
-            moments=moments,
+            moments=tuple(moments),
             expanded=tuple(expanded),
             split=config.split,
             lanes=config.lanes,
@@ -210,7 +210,7 @@ def _plan(lock: Path, name: str, arm: Arm, settings: Settings) -> _Plan:
     allocation = (
         None if arm in (BASE, ORIGINAL) or expanded is not None else _allocation(settings.allocations, arm)
     )
-    moments = None if allocation is None else _moments(settings, allocation.policy)
+    moments = None if allocation is None else _moments(settings.moments, allocation.policy)
     ranks = None if allocation is None else allocation.ranks.get(name)
     if allocation is not None and ranks is None:
         raise InputError(f"no ranks of adapter {name}", path=settings.allocations, remedy="allocate again")
@@ -314,13 +314,19 @@ def _adapter(lock: Path, name: str) -> tuple[Adapter, str]:
     return adapter, entry.task
 
 
-@cache
-def _moments(settings: Settings, policy: Policy) -> Moments | None:
+def _moments(files: Sequence[Path], policy: Policy) -> Moments | None:
     """The moments that ``policy`` measures by; None where it measures weights."""
-    if RULES[policy].norm == "weights":
+    norm = RULES[policy].norm
+    if norm == "weights":
         return None
-    require_moments(policy, settings.moments)
-    return None if settings.moments is None else load_moments(settings.moments)
+    file = next((file for file in files if stated_norm(file) == norm), None)
+    require_moments(policy, file)
+    return None if file is None else _opened(file)
+
+
+@cache
+def _opened(file: Path) -> Moments:
+    return load_moments(file)
 
 
 @cache

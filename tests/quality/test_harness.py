@@ -181,7 +181,7 @@ def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], t
     full = replace(
         settings,
         policies=("uniform", "activation-uniform"),
-        moments=moments.path,
+        moments=(moments.path,),
         expanded=(tmp_path / "full", tmp_path / "diagonal"),
     )
     records = evaluate_fleet(lock, [TASK], full)
@@ -193,6 +193,6 @@ def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], t
         ("cts-diagonal", "1/2"),
     ]
     with pytest.raises(UsageError, match="--moments: the activation-uniform policy measures activations"):
-        evaluate_fleet(lock, [TASK], replace(full, moments=None))
+        evaluate_fleet(lock, [TASK], replace(full, moments=()))
     with pytest.raises(InputError, match=r"cts\.json"):
         evaluate_fleet(lock, [TASK], replace(full, expanded=(tmp_path / "ranks",)))
