@@ -119,7 +119,10 @@ class StudyConfig(_Strict):
     iterations: int = Field(100, ge=1, description="alternations of a fit of shared bases")
     steps: FitSteps = Field("exact", description="steps of a fit; power is cheaper and takes more of them")
     calibration: int = Field(
-        12, ge=1, description="prompts of each validation split that moments are collected over"
+        12, ge=1, description="prompts of each validation split that activations are collected over"
+    )
+    answers: int = Field(
+        48, ge=1, description="prompts of an adapter's validation split that its Fisher information is of"
     )
 
     @model_validator(mode="after")

@@ -32,6 +32,7 @@ from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.lock import FleetLock, load_lock
 from loraforge.fleet.peft_io import Adapter, open_adapter
 from loraforge.progress import progress
+from loraforge.quality import SCORING
 from loraforge.quality.arms import (
     BASE,
     ORIGINAL,
@@ -45,14 +46,6 @@ from loraforge.quality.harness import LM_EVAL, Harness, resolve_device
 from loraforge.quality.tasks import split_file
 
 SCHEMA = "loraforge.quality/2"
-STAGE = (
-    "quality/arms.py",
-    "quality/decoding.py",
-    "quality/harness.py",
-    "quality/lanes.py",
-    "quality/metrics.py",
-    "quality/tasks.py",
-)
 
 
 @dataclass(frozen=True)
@@ -230,7 +223,7 @@ def _plan(lock: Path, name: str, arm: Arm, settings: Settings) -> _Plan:
         "device": settings.device.partition(":")[0],
         "machine": platform.machine(),
         "lm_eval": LM_EVAL,
-        "source": source_digest(*STAGE),
+        "source": source_digest(*SCORING),
     }
     about = {
         "adapter": name,

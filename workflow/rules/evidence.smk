@@ -6,6 +6,11 @@ RECORDS = {
     ],
     "recompression": [f"{RESULTS}/recompression.jsonl"],
     "quality": [f"{RESULTS}/quality.jsonl"],
+    "quality_selection": [
+        f"{RESULTS}/study/validation.jsonl",
+        f"{RESULTS}/study/selected.json",
+    ],
+    "quality_study": [f"{RESULTS}/study/test.jsonl", f"{RESULTS}/study/selected.json"],
     "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
     **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
     **{study: [f"{RESULTS}/serving/{study}.jsonl"] for study in SERVING},
@@ -20,6 +25,7 @@ DEPENDS = {
     "allocation": ["factor", "policies", "budgets"],
     "recompression": ["recompression"],
     "quality": ["factor", "quality"],
+    **{study: ["factor", "quality", "study"] for study in QUALITY_STUDY},
     "cpu_ops": ["cpu_ops"],
     **{study: ["kernels"] for study in KERNEL_STUDIES},
     **{study: ["gpu_serving"] for study in GPU_SERVING},
@@ -28,7 +34,7 @@ DEPENDS = {
 
 # what is not here runs on a CPU
 PROTOCOLS = dict.fromkeys(KERNEL_STUDIES, "paper")
-PROTOCOLS |= {"quality": "reduced"} if ON_GPU else {}
+PROTOCOLS |= dict.fromkeys(["quality", *QUALITY_STUDY], "reduced") if ON_GPU else {}
 
 
 rule bag_evidence:
@@ -52,7 +58,11 @@ rule bag_evidence:
             f"--machine {Path(file).parent}" for file in input.machine[:1]
         ],
         source=source_digest(
-            "evidence", "figures", "quality/scores.py", "quality/statistics.py"
+            "evidence",
+            "figures",
+            "quality/scores.py",
+            "quality/selection.py",
+            "quality/statistics.py",
         ),
     message:
         "Bag the evidence: {wildcards.study}"
@@ -65,10 +75,10 @@ rule promote_evidence:
     """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
     input:
         [bag_file(study) for study in LIVE],
-        # neither a GPU nor a server is put to work only to promote
+        # neither a long study, a GPU nor a server is put to work only to promote
         [
             bag_file(study)
-            for study in [*KERNEL_STUDIES, *SERVING]
+            for study in [*QUALITY_STUDY, *KERNEL_STUDIES, *SERVING]
             if Path(bag_file(study)).exists()
         ],
     log:
