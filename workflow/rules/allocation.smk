@@ -21,10 +21,10 @@ rule collect_activations:
         MOMENTS["activations"],
     log:
         f"{RESULTS}/logs/collect_activations.log",
+    priority: 1
     conda:
         "../../envs/core.yaml"
     threads: 1 if ON_GPU else workflow.cores
-    priority: 1
     resources:
         gpu=int(ON_GPU),
     params:
@@ -68,10 +68,10 @@ rule collect_fisher:
         MOMENTS["fisher"],
     log:
         f"{RESULTS}/logs/collect_fisher.log",
+    priority: 1
     conda:
         "../../envs/core.yaml"
     threads: 1 if ON_GPU else workflow.cores
-    priority: 1
     resources:
         gpu=int(ON_GPU),
     params:

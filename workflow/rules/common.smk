@@ -35,6 +35,7 @@ ON_GPU = CONFIG.quality.device != "cpu" and HAS_GPU
 
 # The quality study chooses on validation splits and reports on test splits; it runs only where its target is named.
 QUALITY_STUDY = ["quality_selection", "quality_study"]
+STUDY = CONFIG.study
 
 # what policies measure updates by besides their weights: one file a norm
 MOMENTS = {
@@ -84,6 +85,24 @@ def norms_of(policies):
 def moments_of(policies):
     """Files of moments that policies need."""
     return [MOMENTS[norm] for norm in norms_of(policies)]
+
+
+def ranks_of(policies):
+    """Allocations of policies at the budgets of the study."""
+    return [
+        f"{RESULTS}/allocation/{policy}_{file_name(budget)}.json"
+        for policy in policies
+        for budget in STUDY.budgets
+    ]
+
+
+def scoring(split, policies):
+    """The configuration of one scoring run of the study: what the quality section says, on these arms."""
+    arms = {"split": split, "policies": policies, "budgets": STUDY.budgets}
+    parts = {name: SETTINGS[name] for name in ("name", "fleet", "factor")}
+    return json.dumps(
+        {**parts, "quality": {**SETTINGS["quality"], **arms}}, sort_keys=True
+    )
 
 
 def option(name, values):

@@ -7,7 +7,6 @@ ARMS = [
     for budget in CONFIG.quality.budgets
 ]
 
-STUDY = CONFIG.study
 BUSY = CONFIG.quality.jobs if ON_GPU else workflow.cores
 CANDIDATES = list(dict.fromkeys(STUDY.candidates))
 # any candidate may come to be reported, so that ranks of all are there before one is chosen
@@ -17,24 +16,6 @@ SHARED = [
     for variant in STUDY.shared
     for budget in STUDY.budgets
 ]
-
-
-def ranks_of(policies):
-    """Allocations of policies at the budgets of the study."""
-    return [
-        f"{RESULTS}/allocation/{policy}_{file_name(budget)}.json"
-        for policy in policies
-        for budget in STUDY.budgets
-    ]
-
-
-def scoring(split, policies):
-    """The configuration of one scoring run of the study: what the quality section says, on these arms."""
-    arms = {"split": split, "policies": policies, "budgets": STUDY.budgets}
-    parts = {name: SETTINGS[name] for name in ("name", "fleet", "factor")}
-    return json.dumps(
-        {**parts, "quality": {**SETTINGS["quality"], **arms}}, sort_keys=True
-    )
 
 
 rule evaluate_quality:
@@ -108,10 +89,10 @@ rule score_validation:
         f"{RESULTS}/study/validation.jsonl",
     log:
         f"{RESULTS}/logs/score_validation.log",
+    priority: 1  # while a GPU scores, other cores fit shared bases
     conda:
         "../../envs/core.yaml"
     threads: BUSY
-    priority: 1  # while a GPU scores, other cores fit shared bases
     resources:
         gpu=int(ON_GPU),
     params:
@@ -164,10 +145,10 @@ rule score_test:
         f"{RESULTS}/study/test.jsonl",
     log:
         f"{RESULTS}/logs/score_test.log",
+    priority: 1  # while a GPU scores, other cores fit shared bases
     conda:
         "../../envs/core.yaml"
     threads: BUSY
-    priority: 1  # while a GPU scores, other cores fit shared bases
     resources:
         gpu=int(ON_GPU),
     params:
