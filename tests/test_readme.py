@@ -64,7 +64,8 @@ COMPARED = (
     ("times_floor", ".native"),
 )
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
-# (target, machine) -> what docs/kernels.md states of it
+PAGES = {"quality_study": "docs/quality.md"}  # docs/kernels.md for the others
+# (target, machine) -> what its page states of it
 MEASURED = {
     ("dispatch", "h200"): (
         *("decode_layer_us.rank8", "decode_layer_us.rank8.floor", "decode_layer_us.rank8.sequence"),
@@ -94,45 +95,57 @@ MEASURED = {
             "cases_failed",
         ),
     ),
+    ("quality_study", "h200"): (
+        *("reach.drop", "reach.drop_over_spectral", "reach.worst", "reach.worst_over_uniform"),
+        *("reach.n_over_5", "reach.cts_drop_over_drop"),
+        *(
+            f"quality.{arm}.1/12.{name}"
+            for arm in ("uniform", "spectral")
+            for name in ("delta", "worst", "n_over_5")
+        ),
+    ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
-ROW = re.compile(r"^\| `([\w.]+)` \| ([\d.,]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w./-]+)` \| (-?[\d.,]+) \|$", re.MULTILINE)
 
 
 def shown(value: float) -> str:
     """A count whole; other numbers to about three digits, so that 0.966 is no 0.97."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
+    size = abs(value)
+    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
 def test_numbers_are_shown_to_three_digits() -> None:
-    assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4)] == [
+    assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4, -5.61)] == [
         "1,440",
         "0.973",
         "2.31",
         "44.9",
         "182",
+        "-5.61",
     ]
-    assert ROW.findall("| `a.b8` | 1,440 |\n| key | value |\n| `c` | 0.97 |") == [
+    assert ROW.findall("| `a.b8` | 1,440 |\n| key | value |\n| `c.1/12` | -0.97 |") == [
         ("a.b8", "1,440"),
-        ("c", "0.97"),
+        ("c.1/12", "-0.97"),
     ]
 
 
 @pytest.mark.parametrize(("target", "host"), list(MEASURED))
-def test_the_table_of_a_kernel_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
-    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+def test_the_table_of_a_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
+    name = PAGES.get(target, "docs/kernels.md")
+    page = (ROOT / name).read_text(encoding="utf-8")
     index = (ROOT / "evidence/INDEX.sha256").read_text()
     current = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
     stated = re.search(rf"^From `evidence/{target}/([\w-]+)`:\n\n((?:\|.*\n)+)", page, re.MULTILINE)
     if current is None:
-        assert stated is None, f"docs/kernels.md states numbers of {target}, of which there is no evidence"
+        assert stated is None, f"{name} states numbers of {target}, of which there is no evidence"
         pytest.skip(f"no evidence of {target} on {host} yet")
     values = json.loads((ROOT / "evidence" / target / current[1] / "data/summary.json").read_text())
     rows = "".join(f"| `{key}` | {shown(values[key])} |\n" for key in MEASURED[target, host])
     wanted = f"From `evidence/{target}/{current[1]}`:\n\n| key | value |\n|---|---|\n{rows}"
-    assert wanted in page, f"docs/kernels.md, section Measured, should have:\n\n{wanted}"
+    assert wanted in page, f"{name}, section Measured, should have:\n\n{wanted}"
     assert stated is not None
     assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
 
@@ -153,6 +166,7 @@ def test_files_that_the_documents_name_exist() -> None:
         "README.md",
         "docs/architecture.md",
         "docs/kernels.md",
+        "docs/quality.md",
         "docs/serving.md",
         "config/README.md",
         "CONTRIBUTING.md",
