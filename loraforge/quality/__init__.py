@@ -3,6 +3,7 @@
 # Source that scores depend on: part of a finished record's name, and of what the workflow looks at.
 SCORING = (
     "quality/arms.py",
+    "quality/attention.py",
     "quality/decoding.py",
     "quality/harness.py",
     "quality/lanes.py",

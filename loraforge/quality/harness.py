@@ -15,6 +15,7 @@ from loraforge.config import Split
 from loraforge.errors import MissingDependencyError, UsageError
 from loraforge.progress import Timer
 from loraforge.quality.arms import MergedModel, Update
+from loraforge.quality.attention import register
 from loraforge.quality.decoding import FixedDecoder, Prompts, decode_growing, stop_tokens
 from loraforge.quality.lanes import LaneModel
 from loraforge.quality.tasks import Batch, Result, ScoredTask
@@ -56,10 +57,12 @@ class Harness:
         self._batch_size = batch_size
         # BF16 on every device: it is how the adapters were trained and how the exported fleet is served
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device).eval()
+        self._fixed = lanes > 1 or torch.device(device).type == "cuda"
+        if self._fixed:
+            model.set_attn_implementation(register())
         self._model = model
         self._alone = MergedModel(model) if lanes == 1 else None
         self._side_by_side = LaneModel(model, lanes) if lanes > 1 else None
-        self._fixed = lanes > 1 or torch.device(device).type == "cuda"
         self._lanes = lanes
         self._lm = HFLM(
             pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), batch_size=batch_size

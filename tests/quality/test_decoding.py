@@ -15,6 +15,7 @@ from tiny_model import tiny_model, tiny_tokenizer, write_base
 from loraforge.errors import InputError, UsageError
 from loraforge.fleet.peft_io import open_adapter
 from loraforge.quality.arms import MergedModel, Update, original_updates
+from loraforge.quality.attention import folded_attention, register
 from loraforge.quality.decoding import FixedDecoder, Prompts, decode_growing, stop_tokens
 from loraforge.quality.harness import Harness
 from loraforge.quality.lanes import LaneModel
@@ -72,11 +73,31 @@ def test_both_decoders_give_the_tokens_of_generate(
     stops = some_stops(model, prompts, len(tokenizer))
     wanted = generated(model, prompts, stops)
     assert decode_growing(model, prompts, stops) == wanted
+    model.set_attn_implementation(register())
     rows, width = prompts.ids.shape
     fixed = FixedDecoder(model, rows, width + 3, LIMIT, stops)
     assert fixed(prompts) == wanted
     backwards = Prompts(prompts.ids.flip(0), prompts.mask.flip(0), LIMIT)
     assert fixed(backwards) == wanted[::-1]  # a second batch sees nothing of the first
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_folded_heads_attend_as_repeated_keys_do(new: int) -> None:
+    from torch import nn
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module = nn.Module()
+    module.num_key_value_groups = 3
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(2, heads, length, 8, generator=draw) for heads, length in ((6, new), (2, 10), (2, 10))
+    )
+    mask = torch.rand(2, 1, new, 10, generator=draw) < 0.6
+    mask[..., 0] = True
+    wanted, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.4)
+    found, _ = folded_attention(module, query, key, value, mask, scaling=0.4)
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_fixed_decoder_ends_when_every_row_has(tokenizer: Any, prompts: Prompts) -> None:
