@@ -149,6 +149,38 @@ def test_records_are_scored_by_lm_eval_and_resumed(
     assert sorted((settings.cache / "quality").glob("*.json")) == files
 
 
+def test_policies_that_leave_the_same_ranks_are_scored_once(
+    study: tuple[Path, Settings], tmp_path: Path
+) -> None:
+    lock, settings = study
+    uniform = load_allocation(tmp_path / "ranks" / "uniform.json")
+    save_allocation(uniform.model_copy(update={"policy": "spectral"}), tmp_path / "ranks" / "spectral.json")
+    for lanes in (1, 2):
+        both = replace(settings, policies=("uniform", "spectral"), lanes=lanes)
+        records = evaluate_fleet(lock, [TASK], both)
+        assert [record["arm"] for record in records] == ["base", "original", "uniform", "spectral"]
+        assert records[2]["stats"] == records[3]["stats"]
+        assert records[2]["seconds"] == records[3]["seconds"]
+        assert [record["parameters"] for record in records] == [
+            0,
+            4 * uniform.spent,
+            uniform.spent,
+            uniform.spent,
+        ]
+        assert (
+            len(list((settings.cache / "quality").glob("*.json"))) == 3 * lanes
+        )  # lanes round in their own way
+
+
+def test_a_split_is_scored_on_its_own_examples(study: tuple[Path, Settings]) -> None:
+    lock, settings = study
+    test = evaluate_fleet(lock, [TASK], settings)
+    validation = evaluate_fleet(lock, [TASK], replace(settings, split="validation"))
+    for one, other in zip(test, validation, strict=True):
+        assert (one["split"], other["split"]) == ("test", "validation")
+        assert one["task_sha256"] != other["task_sha256"]
+
+
 def test_bad_requests_are_refused(study: tuple[Path, Settings], tmp_path: Path) -> None:
     lock, settings = study
     with pytest.raises(UsageError, match="nobody: no such adapter in the fleet"):
