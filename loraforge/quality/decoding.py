@@ -9,8 +9,7 @@ stop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ _ALIGNED = (
 _WARM_UP = 2  # steps before a capture, in which libraries allocate what they need
 
 
-@dataclass(frozen=True)
-class Prompts:
+class Prompts(NamedTuple):
     """Encoded prompts that are decoded together.
 
     Parameters

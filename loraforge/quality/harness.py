@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,16 @@ from loraforge.quality.lanes import LaneModel
 from loraforge.quality.tasks import Batch, Result, ScoredTask
 
 LM_EVAL = "0.4.13"
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A task's split with its prompts encoded. ``stops``: bool [vocabulary]; ``until``: the same as text."""
+
+    scored: ScoredTask
+    batches: list[Batch]
+    stops: torch.Tensor
+    until: list[str]
 
 
 class Harness:
@@ -67,9 +78,9 @@ class Harness:
         self._lm = HFLM(
             pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), batch_size=batch_size
         )
-        self._loaded: dict[tuple[str, Split, int | None], tuple[ScoredTask, list[Batch], torch.Tensor]] = {}
+        self._loaded: dict[tuple[str, Split, int | None], _Loaded] = {}
         self._stops: dict[tuple[str, ...], torch.Tensor] = {}
-        self._decoder: tuple[object, FixedDecoder] | None = None
+        self._decoder: tuple[tuple[_Loaded, int], FixedDecoder] | None = None
 
     def score(
         self,
@@ -94,60 +105,59 @@ class Harness:
         """
         if not 1 <= len(arms) <= self._lanes:
             raise UsageError(f"{len(arms)} arms do not fit {self._lanes} lanes", key="quality.lanes")
-        scored, batches, stops = self._task(task, split, limit)
+        loaded = self._task(task, split, limit)
         try:
             with Timer() as timer:
                 if self._side_by_side is not None:
                     self._side_by_side.merge([arm or {} for arm in arms])
                 elif self._alone is not None and arms[0] is not None:
                     self._alone.merge(arms[0])
-                answers = self._answers(scored, batches, stops)
+                answers = self._answers(loaded, len(arms))
         finally:
-            (self._side_by_side or self._alone).reset()  # type: ignore[union-attr]  # there is one
-        return [scored.result(lane, timer.s / len(arms)) for lane in answers[: len(arms)]]
+            for model in (self._side_by_side, self._alone):
+                if model is not None:
+                    model.reset()
+        return [loaded.scored.result(lane, timer.s / len(arms)) for lane in answers]
 
-    def _answers(self, scored: ScoredTask, batches: Sequence[Batch], stops: torch.Tensor) -> list[list[str]]:
-        """Texts by lane and request, each up to its first stop."""
+    def _answers(self, loaded: _Loaded, lanes: int) -> list[list[str]]:
+        """Texts by lane and request, each up to its first stop, of the first ``lanes``."""
         from lm_eval.models.utils import postprocess_generated_text
 
-        until = scored.until(self._lm)
-        found = [[""] * len(scored) for _ in range(self._lanes)]
-        for batch in batches:
-            for row, tokens in enumerate(self._decode(scored, batches, batch, stops)):
-                lane, place = divmod(row, len(batches[0].requests) if self._fixed else len(batch.requests))
-                if place < len(batch.requests):
+        found = [[""] * len(loaded.scored) for _ in range(lanes)]
+        for batch in loaded.batches:
+            for answers, rows in zip(found, self._decode(loaded, batch), strict=False):
+                for request, tokens in zip(batch.requests, rows, strict=True):
                     text = self._lm.tok_decode(tokens)
-                    found[lane][batch.requests[place]] = postprocess_generated_text(text, until, None)
+                    answers[request] = postprocess_generated_text(text, loaded.until, None)
         return found
 
-    def _decode(
-        self, scored: ScoredTask, batches: Sequence[Batch], batch: Batch, stops: torch.Tensor
-    ) -> list[list[int]]:
-        """Tokens of the rows of a batch, lane after lane where they are fixed."""
+    def _decode(self, loaded: _Loaded, batch: Batch) -> list[list[list[int]]]:
+        """Tokens of a batch by lane and row."""
         if not self._fixed:
-            return decode_growing(self._model, batch.prompts, stops)
-        rows, width = len(batches[0].requests), batches[0].prompts.ids.shape[1]
-        moves = self._side_by_side.moves if self._side_by_side is not None else 0
-        key = (scored, moves)
-        if self._decoder is None or self._decoder[0] != key:
-            self._decoder = None  # the memory of one at a time
-            made = FixedDecoder(self._model, rows * self._lanes, width, batch.prompts.limit, stops)
-            self._decoder = (key, made)
-        ids, mask, limit = batch.prompts.ids, batch.prompts.mask, batch.prompts.limit
+            return [decode_growing(self._model, batch.prompts, loaded.stops)]
+        first, (ids, mask, limit) = loaded.batches[0], batch.prompts
+        rows, width = first.prompts.ids.shape
+        moves = 0 if self._side_by_side is None else self._side_by_side.moves
+        if self._decoder is None or self._decoder[0] != (loaded, moves):
+            self._decoder = None
+            if loaded.stops.is_cuda:
+                torch.cuda.empty_cache()  # the memory of one at a time; a graph's own is given back only so
+            made = FixedDecoder(self._model, rows * self._lanes, width, limit, loaded.stops)
+            self._decoder = ((loaded, moves), made)
         # a short batch is filled up with its last prompt, and the lanes see the same prompts
         rows_of = torch.arange(rows).clamp_max(len(ids) - 1).repeat(self._lanes)
-        return self._decoder[1](Prompts(ids[rows_of], mask[rows_of], limit))
+        found = self._decoder[1](Prompts(ids[rows_of], mask[rows_of], limit))
+        starts = range(0, len(found), rows)
+        return [found[start : start + len(ids)] for start in starts]
 
-    def _task(
-        self, name: str, split: Split, limit: int | None
-    ) -> tuple[ScoredTask, list[Batch], torch.Tensor]:
+    def _task(self, name: str, split: Split, limit: int | None) -> _Loaded:
         key = (name, split, limit)
         if key not in self._loaded:
             # lm-eval draws a bar a stage whatever the terminal; ours counts arms
             with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
                 scored = ScoredTask(self._tasks, name, split, limit, Path(self._folder.name))
-            batches = scored.batches(self._lm, self._batch_size)
-            self._loaded[key] = (scored, batches, self._stop_tokens(scored.until(self._lm)))
+            batches, until = scored.batches(self._lm, self._batch_size), scored.until(self._lm)
+            self._loaded[key] = _Loaded(scored, batches, self._stop_tokens(until), until)
         return self._loaded[key]
 
     def _stop_tokens(self, until: Sequence[str]) -> torch.Tensor:
