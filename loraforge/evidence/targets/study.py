@@ -31,6 +31,11 @@ from loraforge.quality.selection import Selection, select
 from loraforge.quality.statistics import Intervals, Resampling
 
 Record = Score | Selection
+# fields that say what was scored and how it went; a list of its own, so that a new field changes no old digest
+_DIGESTED = (
+    *("adapter", "arm", "budget", "metric", "split", "stats"),
+    *("task_sha256", "adapter_sha256", "model_sha256"),
+)
 CTS = ("cts", "cts-weighted", "cts-diagonal")  # arms of shared bases
 
 
@@ -71,9 +76,7 @@ def standings(records: Sequence[Record]) -> dict[Arm, Standing]:
 
 def scores_digest(scores: Sequence[Score]) -> str:
     """SHA-256 of what was scored and how it went, whatever the order of the records and the time they took."""
-    lines = sorted(
-        canonical_json(item.model_dump(mode="json", exclude={"seconds", "parameters"})) for item in scores
-    )
+    lines = sorted(canonical_json({name: getattr(item, name) for name in _DIGESTED}) for item in scores)
     return sha256_text("\n".join(lines))
 
 
