@@ -16,6 +16,7 @@ from loraforge.quality.attention import register
 from loraforge.quality.decoding import FixedDecoder, Prompts
 from loraforge.quality.lanes import LaneModel
 
+pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
