@@ -11,7 +11,7 @@ from loraforge.fleet.lock import LockedBase, is_lock, load_lock, verify
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
-from loraforge.fleet.spec import is_spec
+from loraforge.fleet.spec import refuse_spec
 
 
 def open_source(paths: Sequence[Path], options: ReadOptions = DEFAULT) -> list[Adapter]:
@@ -22,12 +22,7 @@ def open_source(paths: Sequence[Path], options: ReadOptions = DEFAULT) -> list[A
     lock does not state, and InputError as :func:`open_fleet` does.
     """
     for path in paths:
-        if is_spec(path):
-            raise UsageError(
-                "is a list of adapters without hashes, and without them nothing is fetched or opened",
-                path=path,
-                remedy=f"run `loraforge fleet lock {path}` once, and name the lock that it writes",
-            )
+        refuse_spec(path)
     locks = [path for path in paths if is_lock(path)]
     if not locks:
         return open_fleet(paths, options)
