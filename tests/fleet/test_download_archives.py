@@ -138,7 +138,7 @@ def test_bombs_are_cheap(tmp_path: Path) -> None:
     assert "a header states an absurd length" in refused(header_bomb)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 10
     assert peak < 8 << 20
 
 
