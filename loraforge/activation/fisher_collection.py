@@ -40,11 +40,14 @@ class FisherSettings:
     Parameters
     ----------
     draws: Gaussian vectors an answer; each costs a backward pass.
+    temperature: the softmax's. At 1 an answer that is nearly certain depends on nothing, and a truncation large enough
+        to change it is not foreseen; as in distillation, a softened softmax tells what it was chosen from.
     max_tokens: the last so many tokens of a prompt count. max_new_tokens: an answer ends there at the latest.
     seed: of the Gaussian vectors. batch_size: answers a pass.
     """
 
     draws: int = 4
+    temperature: float = 3.0
     max_tokens: int = 512
     max_new_tokens: int = 96
     seed: int = 20261130
@@ -228,7 +231,7 @@ def sample_cores(
     with watched(model, adapter) as cores:
         for start in range(0, len(answered), settings.batch_size):
             rows = answered[start : start + settings.batch_size]
-            for _ in backward_draws(model, rows, pad, settings.draws, generator):
+            for _ in backward_draws(model, rows, pad, settings, generator):
                 for name, sample in cores.items():
                     exact = sample.double()
                     sums[name] += torch.stack(((exact @ exact.mT).sum(0), (exact.mT @ exact).sum(0))).cpu()
@@ -237,9 +240,9 @@ def sample_cores(
 
 
 def backward_draws(
-    model: Any, rows: Sequence[Answered], pad: int, draws: int, generator: torch.Generator
+    model: Any, rows: Sequence[Answered], pad: int, settings: FisherSettings, generator: torch.Generator
 ) -> Iterator[None]:
-    """Run ``rows`` once forward and ``draws`` times backward, from Gaussian vectors on the answers' logits."""
+    """Run ``rows`` once forward and ``settings.draws`` times backward, from Gaussian vectors on the answers' logits."""
     width = max(len(row.prompt) + len(row.answer) for row in rows)
     ids = torch.full((len(rows), width), pad)
     positions: list[int] = []
@@ -251,11 +254,11 @@ def backward_draws(
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_(True)
     hidden = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.flatten(0, 1)
     logits = model.get_output_embeddings()(hidden[torch.tensor(positions, device=hidden.device)])
-    root = torch.softmax(logits.detach().float(), dim=-1).sqrt()
-    for draw in range(draws):
+    root = torch.softmax(logits.detach().float() / settings.temperature, dim=-1).sqrt()
+    for draw in range(settings.draws):
         noise = torch.randn(root.shape, generator=generator).to(root.device)
         vector = root * (noise - root * (root * noise).sum(-1, keepdim=True))
-        torch.autograd.grad(logits, embedded, vector.to(logits.dtype), retain_graph=draw + 1 < draws)
+        torch.autograd.grad(logits, embedded, vector.to(logits.dtype), retain_graph=draw + 1 < settings.draws)
         yield
 
 

@@ -141,7 +141,9 @@ def test_core_gradients_are_autograds(base: Path, make_adapter: MakeAdapter, tmp
     rows = [Answered((5, 6, 7), (8, 9)), Answered((10, 11, 12, 13), (14, 15, 16))]
     draws: list[dict[str, Tensor]] = []
     with watched(model, adapter) as cores:
-        for _ in backward_draws(model, rows, 0, 2, torch.Generator().manual_seed(3)):
+        for _ in backward_draws(
+            model, rows, 0, FisherSettings(draws=2, temperature=2.0), torch.Generator().manual_seed(3)
+        ):
             draws.append(dict(cores))
     assert not torch.equal(
         draws[0]["model.layers.0.self_attn.v_proj"], draws[1]["model.layers.0.self_attn.v_proj"]
@@ -164,11 +166,10 @@ def test_core_gradients_are_autograds(base: Path, make_adapter: MakeAdapter, tmp
             core = torch.zeros(module.rank, module.rank, requires_grad=True)
             changed = weight + q_b.float() @ core @ q_a.float().mT
             logits = functional_call(model, {f"{module.name}.weight": changed}, (ids,)).logits[0, here]
-            root = logits.detach().softmax(-1).sqrt()
+            root = (logits.detach() / 2.0).softmax(-1).sqrt()
             for draw in range(2):
-                vectors = torch.stack([
-                    (torch.diag(q) - torch.outer(q.square(), q)) @ e for q, e in zip(root, noise[draw][part], strict=True)
-                ])  # fmt: skip
+                pairs = zip(root, noise[draw][part], strict=True)
+                vectors = torch.stack([(torch.diag(q) - torch.outer(q**2, q)) @ e for q, e in pairs])
                 (wanted,) = torch.autograd.grad((logits * vectors).sum(), core, retain_graph=True)
                 torch.testing.assert_close(draws[draw][module.name][number], wanted, rtol=2e-3, atol=2e-5)
 
@@ -182,7 +183,7 @@ def test_divergence_is_predicted(base: Path, make_adapter: MakeAdapter, tmp_path
     merged = MergedModel(model)
     merged.merge(original_updates(adapter))
     rows = [Answered((5, 6, 7), (8, 9)), Answered((10, 11), (14, 15, 16))]
-    settings = FisherSettings(draws=400, batch_size=2)
+    settings = FisherSettings(draws=400, batch_size=2, temperature=1.0)
     [(name, (p_out, p_in))] = sample_cores(model, adapter, rows, 0, settings).items()
     assert float(p_out.trace()) == pytest.approx(float(p_in.trace()))
 
