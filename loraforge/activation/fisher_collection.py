@@ -17,24 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loraforge.activation.answers import Answered, AnswerSettings, OpenModel, answer, collate
 from loraforge.activation.fisher import FisherMoments, core_keys, identity, orthonormal
-from loraforge.activation.inputs import read_texts
 from loraforge.activation.moments import load_moments, packed, read_header, write_moments
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, LoraForgeError
 from loraforge.factor.fleet import hash_weights
 from loraforge.files import canonical_json, sha256_text
 from loraforge.fleet.base_model import tensors_sha256
-from loraforge.fleet.offline import offline_imports
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import progress
-from loraforge.quality.arms import MergedModel, original_updates
-
-_PLACES = ("{}.jsonl", "{}.txt", "{}/train.jsonl")  # of an adapter's prompts in their folder
+from loraforge.quality.arms import original_updates
 
 
 @dataclass(frozen=True)
-class FisherSettings:
+class FisherSettings(AnswerSettings):
     """How the Fisher information is sampled.
 
     Parameters
@@ -42,43 +39,16 @@ class FisherSettings:
     draws: Gaussian vectors an answer; each costs a backward pass.
     temperature: the softmax's. At 1 an answer that is nearly certain depends on nothing, and a truncation large enough
         to change it is not foreseen; as in distillation, a softened softmax tells what it was chosen from.
-    max_tokens: the last so many tokens of a prompt count. max_new_tokens: an answer ends there at the latest.
-    seed: of the Gaussian vectors. batch_size: answers a pass.
+    seed: of the Gaussian vectors.
     """
 
     draws: int = 4
     temperature: float = 3.0
-    max_tokens: int = 512
-    max_new_tokens: int = 96
     seed: int = 20261130
-    batch_size: int = 16
 
 
+_SOURCE = tuple(f"activation/{name}.py" for name in ("answers", "fisher", "fisher_collection"))
 DEFAULTS = FisherSettings()
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Token ids of a prompt, and of the answer that an adapter gave to it."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-
-def find_prompts(folder: Path, adapter: str, *, limit: int | None = None) -> list[str]:
-    """Prompts of ``adapter``, the first ``limit``: in NAME.jsonl, NAME.txt or NAME/train.jsonl of ``folder``.
-
-    Raises InputError where none of these exists, or it holds no text.
-    """
-    places = [folder / place.format(adapter) for place in _PLACES]
-    for path in places:
-        if path.is_file():
-            return read_texts([path], limit=limit)
-    raise InputError(
-        f"no prompts of {adapter}",
-        path=folder,
-        remedy=f"write them to one of {', '.join(path.relative_to(folder).as_posix() for path in places)}",
-    )
 
 
 def collect_fisher(
@@ -102,7 +72,7 @@ def collect_fisher(
     for adapter in fleet:
         if not prompts.get(adapter.name):
             raise InputError("no prompts of this adapter", key=adapter.name, remedy="give it some")
-    model: _Model | None = None
+    model: OpenModel | None = None
     parts: list[FisherMoments] = []
     with progress("fisher", len(fleet)) as ticker:
         for adapter in fleet:
@@ -112,29 +82,11 @@ def collect_fisher(
             )
             part = _find(path)
             if part is None:
-                model = model or _Model(base, device)
+                model = model or OpenModel(base, device)
                 part = _collect(model, adapter, texts, path, base_sha256, settings)
             parts.append(part)
             ticker.advance(f"{adapter.name} {part.tokens} tokens")
     return _join(out, parts, base_sha256)
-
-
-class _Model:
-    """The base model and its tokenizer, loaded once."""
-
-    def __init__(self, base: Path, device: str) -> None:
-        with offline_imports():
-            from transformers import AutoModelForCausalLM, AutoTokenizer
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        # BF16, as adapters are scored and served
-        self.causal: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device).eval()
-        self.causal.requires_grad_(False)
-        self.merged = MergedModel(self.causal)
-
-    @property
-    def pad(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id if pad is None else pad)
 
 
 def _part_key(
@@ -148,7 +100,7 @@ def _part_key(
                 "texts": list(texts),
                 "device": device.partition(":")[0],
                 "settings": asdict(settings),
-                "source": source_digest("activation"),
+                "source": source_digest(*_SOURCE),
             }
         )
     )
@@ -163,7 +115,7 @@ def _find(path: Path) -> FisherMoments | None:
 
 
 def _collect(
-    model: _Model,
+    model: OpenModel,
     adapter: Adapter,
     texts: Sequence[str],
     path: Path,
@@ -182,40 +134,6 @@ def _collect(
         tensors |= dict(zip(keys, (packed(p_out), packed(p_in)), strict=True))
     tokens = sum(len(row.prompt) + len(row.answer) for row in answered)
     return _write(path, tensors, base_sha256, tokens, {adapter.name: identity(adapter)})
-
-
-@torch.no_grad()
-def answer(
-    model: Any, tokenizer: Any, texts: Sequence[str], pad: int, settings: FisherSettings
-) -> list[Answered]:
-    """Greedy answers of ``model`` to ``texts``, the end token included, shortest prompt first."""
-    encoded = sorted(
-        (tokenizer(text, add_special_tokens=False)["input_ids"][-settings.max_tokens :] for text in texts),
-        key=len,
-    )
-    encoded = [ids for ids in encoded if ids]
-    end = tokenizer.eos_token_id
-    found: list[Answered] = []
-    for start in range(0, len(encoded), settings.batch_size):
-        rows = encoded[start : start + settings.batch_size]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), pad)
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
-        for row, tokens in enumerate(rows):
-            ids[row, width - len(tokens) :] = torch.tensor(tokens)
-            mask[row, width - len(tokens) :] = 1
-        generated = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            eos_token_id=end,
-            pad_token_id=pad,
-        )[:, width:].tolist()
-        for tokens, new in zip(rows, generated, strict=True):
-            stop = new.index(end) + 1 if end in new else len(new)
-            found.append(Answered(tuple(tokens), tuple(new[:stop])))
-    return found
 
 
 def sample_cores(
@@ -243,17 +161,10 @@ def backward_draws(
     model: Any, rows: Sequence[Answered], pad: int, settings: FisherSettings, generator: torch.Generator
 ) -> Iterator[None]:
     """Run ``rows`` once forward and ``settings.draws`` times backward, from Gaussian vectors on the answers' logits."""
-    width = max(len(row.prompt) + len(row.answer) for row in rows)
-    ids = torch.full((len(rows), width), pad)
-    positions: list[int] = []
-    for number, row in enumerate(rows):
-        ids[number, : len(row.prompt) + len(row.answer)] = torch.tensor(row.prompt + row.answer)
-        first = number * width + len(row.prompt) - 1
-        positions += range(first, first + len(row.answer))
-    # no mask: attention is causal, and no position that counts sees the padding behind it
+    ids, positions = collate(rows, pad)
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_(True)
     hidden = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.flatten(0, 1)
-    logits = model.get_output_embeddings()(hidden[torch.tensor(positions, device=hidden.device)])
+    logits = model.get_output_embeddings()(hidden[positions.to(hidden.device)])
     root = torch.softmax(logits.detach().float() / settings.temperature, dim=-1).sqrt()
     for draw in range(settings.draws):
         noise = torch.randn(root.shape, generator=generator).to(root.device)

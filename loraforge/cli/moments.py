@@ -63,7 +63,8 @@ def moments(
     from loraforge.progress import say
 
     if adapters and prompts is not None:
-        from loraforge.activation.fisher_collection import FisherSettings, collect_fisher, find_prompts
+        from loraforge.activation.answers import find_prompts
+        from loraforge.activation.fisher_collection import FisherSettings, collect_fisher
         from loraforge.fleet.source import open_source
 
         fleet = open_source(adapters)

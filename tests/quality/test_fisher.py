@@ -12,15 +12,13 @@ from adapter_folders import MakeAdapter
 from tiny_model import tiny_tokenizer, write_base
 from torch import Tensor
 
+from loraforge.activation.answers import Answered, answer, find_prompts
 from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.fisher import FisherMoments, core_keys, damped, fisher_factors, orthonormal
 from loraforge.activation.fisher_collection import (
-    Answered,
     FisherSettings,
-    answer,
     backward_draws,
     collect_fisher,
-    find_prompts,
     sample_cores,
     watched,
 )
