@@ -14,12 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loraforge.activation.answers import Answered, AnswerSettings, OpenModel, answer, collate
-from loraforge.activation.fisher import FisherMoments, core_keys, identity, orthonormal
+from loraforge.activation.fisher import FisherMoments, core_keys, fisher_factors, identity, orthonormal
 from loraforge.activation.moments import load_moments, packed, read_header, write_moments
+from loraforge.allocate.problem import Problem
+from loraforge.allocate.spectral import spectral
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, LoraForgeError
 from loraforge.factor.fleet import hash_weights
@@ -27,7 +30,7 @@ from loraforge.files import canonical_json, sha256_text
 from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import progress
-from loraforge.quality.arms import original_updates
+from loraforge.quality.arms import Update, original_updates
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ class FisherSettings(AnswerSettings):
     draws: Gaussian vectors an answer; each costs a backward pass.
     temperature: the softmax's. At 1 an answer that is nearly certain depends on nothing, and a truncation large enough
         to change it is not foreseen; as in distillation, a softened softmax tells what it was chosen from.
+    shares: of its parameters, to which an adapter is truncated to compare what happens with what was expected.
     seed: of the Gaussian vectors.
     """
 
     draws: int = 4
     temperature: float = 3.0
+    shares: tuple[float, ...] = (1 / 24, 1 / 12)
     seed: int = 20261130
 
 
@@ -126,14 +131,71 @@ def _collect(
         model.merged.merge(original_updates(adapter))
         answered = answer(model.causal, model.tokenizer, texts, model.pad, settings)
         cores = sample_cores(model.causal, adapter, answered, model.pad, settings)
+        gain = calibration(model, adapter, cores, answered, settings)
     finally:
         model.merged.reset()
     tensors: dict[str, Tensor] = {}
-    for module, (p_out, p_in) in cores.items():
-        keys = core_keys(adapter.name, module)
-        tensors |= dict(zip(keys, (packed(p_out), packed(p_in)), strict=True))
+    for module, pair in cores.items():
+        for key, matrix in zip(core_keys(adapter.name, module), pair, strict=True):
+            tensors[key] = packed(gain * matrix)
     tokens = sum(len(row.prompt) + len(row.answer) for row in answered)
     return _write(path, tensors, base_sha256, tokens, {adapter.name: identity(adapter)})
+
+
+def calibration(
+    model: OpenModel,
+    adapter: Adapter,
+    cores: Mapping[str, tuple[Tensor, Tensor]],
+    answered: Sequence[Answered],
+    settings: FisherSettings,
+) -> float:
+    """Measured over expected divergence of truncations of ``adapter``: what its Fisher information is multiplied by.
+
+    To second order alone some adapters look several times as robust as others that they are not. So each is truncated
+    to ``settings.shares`` of its parameters in the order of ``cores``, and the geometric mean of the ratios is taken.
+    Expects the adapter merged into ``model``; leaves a truncated one in it.
+    """
+    ordered: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    with adapter.reader() as reader:
+        for module in adapter.modules:
+            ordered[module.name] = fisher_factors(*reader.factors(module), module.scale, *cores[module.name])
+    names = [(adapter.name, name) for name in ordered]
+    rank, cost = np.array([(m.rank, m.d_in + m.d_out) for m in adapter.modules], dtype=np.int64).T
+    problem = Problem(names, rank, cost, torch.cat([sigma for sigma, _, _ in ordered.values()]).numpy())
+    own = answer_log_probabilities(model, answered, settings)
+    ratios: list[float] = []
+    for share in settings.shares:
+        k = spectral(problem, int(share * problem.parameters(rank)), np.zeros_like(rank)).k
+        expected = (problem.energy(rank) - problem.energy(k)) / 2
+        model.merged.merge(
+            {
+                name: Update(a[:kept].float(), b[:, :kept].float(), 1.0)
+                for (name, (_, a, b)), kept in zip(ordered.items(), k.tolist(), strict=True)
+            }
+        )
+        measured = sum(
+            float((mine.exp() * (mine - other)).sum())
+            for mine, other in zip(own, answer_log_probabilities(model, answered, settings), strict=True)
+        ) / len(answered)
+        if expected > 0 and measured > 0:
+            ratios.append(measured / expected)
+    return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
+
+
+@torch.no_grad()
+def answer_log_probabilities(
+    model: OpenModel, answered: Sequence[Answered], settings: FisherSettings
+) -> list[Tensor]:
+    """Log probabilities of every token where one of an answer is chosen, float32 [positions, vocabulary] a batch."""
+    found: list[Tensor] = []
+    for start in range(0, len(answered), settings.batch_size):
+        ids, positions = (
+            tensor.to(model.causal.device)
+            for tensor in collate(answered[start : start + settings.batch_size], model.pad)
+        )
+        hidden = model.causal.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+        found.append(torch.log_softmax(model.causal.get_output_embeddings()(hidden).float(), dim=-1))
+    return found
 
 
 def sample_cores(

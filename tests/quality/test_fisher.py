@@ -6,17 +6,19 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from adapter_folders import MakeAdapter
 from tiny_model import tiny_tokenizer, write_base
 from torch import Tensor
 
-from loraforge.activation.answers import Answered, answer, find_prompts
+from loraforge.activation.answers import Answered, OpenModel, answer, find_prompts
 from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.fisher import FisherMoments, core_keys, damped, fisher_factors, orthonormal
 from loraforge.activation.fisher_collection import (
     FisherSettings,
+    answer_log_probabilities,
     backward_draws,
     collect_fisher,
     sample_cores,
@@ -26,12 +28,13 @@ from loraforge.activation.inputs import collect_moments
 from loraforge.activation.moments import load_moments
 from loraforge.allocate.budget import parse_budget
 from loraforge.allocate.policy import allocate, problem_of
+from loraforge.allocate.spectral import spectral
 from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.export.manifest import load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
-from loraforge.quality.arms import MergedModel, original_updates
+from loraforge.quality.arms import MergedModel, Update, original_updates
 
 SETTINGS = FisherSettings(draws=2, max_new_tokens=4, batch_size=2)
 PROMPTS = {"a": ["one", "three words here", "2"], "b": ["x y", "zz"]}
@@ -202,6 +205,37 @@ def test_divergence_is_predicted(base: Path, make_adapter: MakeAdapter, tmp_path
             weight.copy_(pristine + 0.02 * torch.outer(q_b[:, i], q_a[:, j]).float())
             total += float((own.exp() * (own - answers())).sum()) / len(rows) / 0.02**2
     assert 0.5 * float(p_out.trace()) == pytest.approx(total, rel=0.15)
+
+
+def test_expected_divergences_are_calibrated(
+    base: Path, fleet_folder: Path, make_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    """What the spectra expect of a truncation to the share that was measured is what happens, adapter by adapter."""
+    settings = replace(SETTINGS, shares=(0.5,))
+    fleet = open_fleet([fleet_folder])
+    fisher = collect_fisher(
+        base, fleet, PROMPTS, tmp_path / "half.safetensors", cache=tmp_path / "c", settings=settings
+    )
+    model = OpenModel(base, "cpu")
+    for adapter, entry in zip(fleet, order_fleet(fleet, tmp_path / "c", fisher), strict=True):
+        whole = sum(module.rank * (module.d_in + module.d_out) for module in adapter.modules)
+        problem = problem_of([entry])
+        k = spectral(problem, whole // 2, np.zeros_like(problem.rank)).k
+        expected = (problem.energy(problem.rank) - problem.energy(k)) / 2
+        model.merged.merge(original_updates(adapter))
+        answered = answer(model.causal, model.tokenizer, PROMPTS[adapter.name], model.pad, settings)
+        own = answer_log_probabilities(model, answered, settings)
+        model.merged.merge({
+            module.name: Update(*entry.factors(module.name, kept), 1.0)
+            for module, kept in zip(adapter.modules, k.tolist(), strict=True)
+        })  # fmt: skip
+        other = answer_log_probabilities(model, answered, settings)
+        model.merged.reset()
+        happened = sum(
+            float((mine.exp() * (mine - theirs)).sum()) for mine, theirs in zip(own, other, strict=True)
+        )
+        assert happened / len(answered) == pytest.approx(expected, rel=0.05)
+        assert expected > 1e-4
 
 
 def test_answers_end_where_they_should(base: Path) -> None:
