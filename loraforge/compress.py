@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.moments import Moments, load_moments
-from loraforge.allocate.allocation import allocation_file
+from loraforge.allocate.allocation import AllocationFile, allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
-from loraforge.allocate.policy import allocate, problem_of
+from loraforge.allocate.policy import Spectra, allocate, problem_of
+from loraforge.allocate.problem import Ints, Problem
 from loraforge.config import Layout, Policy
 from loraforge.export.directions import CachedFleet, Source, cached_source
 from loraforge.export.manifest import Manifest
@@ -30,10 +31,27 @@ from loraforge.progress import say
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a policy keeps of a fleet, and of what.
+
+    Parameters
+    ----------
+    problem: modules and spectra, in the norm that the policy measures.
+    allocation: the ranks that it chose.
+    uniform: int64 [M], uniform ranks at the same budget, in the order of the problem.
+    """
+
+    problem: Problem
+    allocation: AllocationFile
+    uniform: Ints
+
+
+@dataclass(frozen=True)
 class Compressed:
-    """What :func:`compress` did: the manifest it wrote, and wall-clock seconds by stage."""
+    """What :func:`compress` did: the manifest it wrote, what that keeps, and wall-clock seconds by stage."""
 
     manifest: Manifest
+    choice: Choice
     seconds: dict[str, float]
 
 
@@ -104,17 +122,29 @@ def _compress(
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with _factorised(fleet, cache, out, devices, stages, known) as factors:
         with stages("allocate"):
-            problem = problem_of(factors.spectra)
-            allocation = allocate(problem, policy, budget, bytes_per_parameter=width or widest(fleet))
-            chosen = allocation_file(fleet_name(source), problem, allocation)
-        if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
-            say(warning)
+            choice = choose(fleet_name(source), factors.spectra, policy, budget, width or widest(fleet))
         # on a GPU, directions are built while they are exported
         before = sum(stages.seconds.values())
         with stages("export"):
-            manifest = export_fleet(fleet, factors, chosen, out, layouts=layouts, dtype=dtype, force=force)
+            manifest = export_fleet(
+                fleet, factors, choice.allocation, out, layouts=layouts, dtype=dtype, force=force
+            )
         stages.add("export", before + stages.seconds["export"] - sum(stages.seconds.values()))
-    return Compressed(manifest, stages.seconds)
+    return Compressed(manifest, choice, stages.seconds)
+
+
+def choose(
+    name: str, spectra: Iterable[Spectra], policy: Policy, budget: Budget, bytes_per_parameter: int
+) -> Choice:
+    """Ranks by ``policy`` for the fleet called ``name``; says where its rank floor exceeds ``budget``.
+
+    Raises BudgetError as :func:`~loraforge.allocate.policy.allocate` does.
+    """
+    problem = problem_of(spectra)
+    allocation = allocate(problem, policy, budget, bytes_per_parameter=bytes_per_parameter)
+    if warning := floor_warning(budget, allocation.ceiling, problem.rank, problem.cost):
+        say(warning)
+    return Choice(problem, allocation_file(name, problem, allocation), allocation.ceiling.uniform)
 
 
 @contextmanager

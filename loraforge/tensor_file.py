@@ -75,6 +75,12 @@ def write_tensors(
     return Written(digest.hexdigest(), size)
 
 
+def file_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """The size that :func:`write_tensors` gives a file; no value is read: tensors may be torch's meta ones."""
+    data = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return len(_header(_ordered(tensors), metadata)) + data
+
+
 def write_self_hashed(
     path: Path,
     tensors: Mapping[str, Tensor],

@@ -1,7 +1,7 @@
 """The command line: one file a subcommand, imported only when it is called.
 
-Exit codes: 0 done, 1 a check failed (an audit's claim, a training run, the acceptance of a factorisation), 2 usage,
-3 bad input, 4 changed bytes, 5 output, 6 budget, 7 a missing package or device, 130 interrupted, 143 terminated.
+Exit codes are those of :mod:`loraforge.errors`, 130 where interrupted, 143 where terminated; ``loraforge --help`` lists
+them, ``docs/compress.md`` explains them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from loraforge import __version__
-from loraforge.errors import LoraForgeError
+from loraforge.errors import LoraForgeError, UsageError
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a check failed; 2 usage; 3 bad input; 4 changed bytes; 5 output; 6 budget; "
+    "7 a missing package or device; 130 interrupted; 143 terminated."
+)
 
 # name -> (module, help line); each module has an ``app`` (a typer.Typer with subcommands or one callback)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -48,6 +53,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 class _LazyGroup(TyperGroup):
     """Lists every command, imports one: ``loraforge --help`` must not import torch."""
 
+    def __init__(self, **stated):  # type: ignore[no-untyped-def]
+        super().__init__(**stated)
+        names: Any = dict.fromkeys(COMMANDS)
+        self.commands = names  # without the commands: what a misspelt one may have meant
+
     def list_commands(self, ctx):  # type: ignore[no-untyped-def]
         return list(COMMANDS)
 
@@ -73,11 +83,12 @@ class _LazyGroup(TyperGroup):
 
 app = typer.Typer(
     cls=_LazyGroup,
-    add_completion=False,
+    add_completion=True,  # here alone: every command's own app would add the same options again
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Compress a fleet of LoRA adapters under one shared budget.",
+    epilog=EXIT_CODES,
 )
 
 
@@ -127,13 +138,34 @@ def _whole_output() -> Iterator[None]:
         raise output_error(error, Path("standard output")) from error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
+_Misused: Any = typer.BadParameter.__bases__[0]  # typer's UsageError, for which it exports no name
+
+
+def _run(arguments: list[str] | None) -> Any:
+    """Run the command line; what typer has to say about it becomes an error like all others. Gives the exit code, or
+    what the command returned."""
+    try:
+        return app(args=arguments, prog_name="loraforge", standalone_mode=False)
+    except _Misused as error:
+        message = error.format_message()
+        if message.startswith("Usage:"):  # a group without a command: its help
+            print(message, file=sys.stderr)
+            return error.exit_code
+        command = error.ctx.command_path if error.ctx is not None else "loraforge"
+        problem, _, guess = " ".join(message.split()).rstrip(".?").partition(". Did you mean ")
+        raise UsageError(
+            problem,
+            remedy=f"{f'did you mean {guess}? ' if guess else ''}`{command} --help` lists what there is",
+        ) from error
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         with _whole_output():
-            app(args=arguments, prog_name="loraforge", standalone_mode=True)
+            code = _run(arguments)
     except LoraForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    return 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli import completion
 from loraforge.cli.reading import AllowPickle, BaseFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -21,15 +22,26 @@ def allocate(
         Path, typer.Option("-o", "--out", help="allocation file to write (JSON)", show_default=False)
     ],
     policy: Annotated[
-        str, typer.Option(help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md")
+        str,
+        typer.Option(
+            help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md",
+            autocompletion=completion.policies,
+        ),
     ] = "spectral",
-    budget: Annotated[str | None, typer.Option(help="share of the nominal ranks: 1/12 or 0.25")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="share of the nominal ranks: 1/12 or 0.25", autocompletion=completion.budgets),
+    ] = None,
     params: Annotated[int | None, typer.Option(help="or: parameters of the whole fleet")] = None,
     bytes_: Annotated[
         int | None, typer.Option("--bytes", help="or: bytes of the whole fleet's tensors")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="what --bytes counts: bfloat16, float16 or float32, or source")
+        str,
+        typer.Option(
+            help="what --bytes counts: bfloat16, float16 or float32, or source",
+            autocompletion=completion.dtypes,
+        ),
     ] = "bfloat16",
     k_max: Annotated[int | None, typer.Option(help="cap on every rank")] = None,
     adapter_floor: Annotated[

@@ -36,6 +36,8 @@ from loraforge.progress import progress
 from loraforge.tensor_file import write_tensors
 from loraforge.threads import Background, available_cpus
 
+METADATA = {"format": "pt"}  # of every weight file, as PEFT has it
+
 
 def write_adapter(
     out: Path, directions: Directions, ranks: Mapping[str, int], *, layouts: Sequence[Layout] = LAYOUTS
@@ -57,10 +59,10 @@ def write_adapter(
     written: dict[Layout, Weights] = {}
     for layout in layouts:
         with directions.here():
-            tensors = beside | _factor_tensors(directions, stored[layout])
+            tensors = beside | factor_tensors(directions, stored[layout])
         folder = out / layout / adapter.name
         folder.mkdir(parents=True)
-        file = write_tensors(folder / WEIGHTS_NAME, tensors, {"format": "pt"}, directions.views)
+        file = write_tensors(folder / WEIGHTS_NAME, tensors, METADATA, directions.views)
         written[layout] = Weights(rank=layout_rank(layout, shared), sha256=file.sha256, bytes=file.bytes)
         write_json(folder / CONFIG_NAME, adapter_config(config, layout, shared, modules))
     splits = energy_splits(
@@ -116,7 +118,7 @@ def _beside_the_factors(adapter: Adapter) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _factor_tensors(directions: Directions, ranks: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def factor_tensors(directions: Directions, ranks: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Factors by name, padded to ``ranks``; of experts in a stack, one pair of tensors for all."""
     tensors: dict[str, torch.Tensor] = {}
     stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}

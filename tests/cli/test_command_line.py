@@ -16,7 +16,8 @@ import typer
 from adapter_folders import MakeAdapter
 
 from loraforge import __version__
-from loraforge.cli import app, main
+from loraforge.cli import EXIT_CODES, app, main
+from loraforge.errors import LoraForgeError
 
 
 def commands(command: object, name: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -40,15 +41,64 @@ def test_help_reads_alike(
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert text.startswith(" ".join(("Usage: loraforge", *name)))
-    assert not re.search(r"[╭│╰]|-completion", text)
+    assert not re.search(r"[╭│╰]", text)
+    assert ("-completion" in text) == (name == ())  # typer adds it to every app that does not decline
+    assert ("Exit codes: 0 done" in text) == (name == ())
     for line in re.findall(r"^  (?:-\S+|\S+ <).*?  +(\S.*)", text, re.MULTILINE):
-        assert line.startswith(("Show this message", "JSON", "NAME=")) or line[0].islower(), line
+        assert line.startswith(("Show ", "Install ", "JSON", "NAME=")) or line[0].islower(), line
     assert "..." not in text.partition("\nCommands:")[2], "a summary is cut off"
 
 
 def test_every_command_is_covered() -> None:
     assert ("fleet", "train") in ALL
     assert len(ALL) > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "compres",
+            "No such command 'compres'; did you mean 'compress'? `loraforge --help` lists what there is",
+        ),
+        ("squash", "No such command 'squash'; `loraforge --help` lists what there is"),
+        ("compress", "Missing argument 'source'; `loraforge compress --help` lists what there is"),
+        ("compress a --ou b", "No such option: --ou"),
+        ("compress a --out b --params many", "Invalid value for '--params': "),
+        (
+            "fleet lok",
+            "No such command 'lok'; did you mean 'lock'? `loraforge fleet --help` lists what there is",
+        ),
+    ],
+)
+def test_a_command_line_that_is_wrong_gets_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(rf"error: {re.escape(message)}.*\n", shown.err), shown.err
+    assert shown.err.endswith(" --help` lists what there is\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fleet"]])
+def test_a_group_without_a_command_gets_its_help(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(" ".join(("Usage: loraforge", *arguments)))
+
+
+def test_exit_codes_are_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compress.md").read_text()
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    kinds = {kind.exit_code for kind in (LoraForgeError, *LoraForgeError.__subclasses__())}
+    assert documented == {0, *kinds, 130, 143}
+    assert {int(code) for code in re.findall(r"\d+", EXIT_CODES)} == documented
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

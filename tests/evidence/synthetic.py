@@ -361,6 +361,16 @@ def cpu_ops(grid: bool = False, engine: bool = True) -> list[dict[str, Any]]:
     return found
 
 
+def reader_fuzz() -> list[dict[str, Any]]:
+    return [
+        {
+            "reader": reader, "seconds": 151.0, "taken": 20, "refused": 980, "failed": 0, "slowest_s": 0.5,
+            "lines": 200 + number, "kept": number,
+        }
+        for number, reader in enumerate(("headers", "configs", "indexes", "locks"))
+    ]  # fmt: skip
+
+
 MAKERS = {
     "spectra": spectra,
     "allocation": allocation,
@@ -370,6 +380,7 @@ MAKERS = {
     **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
     "cpu_ops": cpu_ops,
     **{name: partial(serving, name) for name in ARMS},
+    "reader_fuzz": reader_fuzz,
 }
 
 

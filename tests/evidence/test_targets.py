@@ -240,6 +240,30 @@ def test_quality_needs_base_and_original() -> None:
         parsed("quality", [record for record in synthetic.quality(2, 6) if record["arm"] != "base"])
 
 
+@pytest.mark.parametrize(
+    ("change", "claim"),
+    [
+        ({"failed": 1}, "inputs that failed"),
+        ({"slowest_s": 2.5}, "seconds of the slowest input"),
+        ({"seconds": 20.0}, "seconds short of ten minutes"),
+    ],
+)
+def test_a_search_that_found_something_or_was_short_is_no_evidence(
+    change: dict[str, Any], claim: str
+) -> None:
+    first, *rest = synthetic.reader_fuzz()
+    target = TARGETS["reader_fuzz"]
+    assert all(item.passed for item in target.claims(parsed("reader_fuzz", [first, *rest])))
+    failed = [
+        item.claim
+        for item in target.claims(parsed("reader_fuzz", [first | change, *rest]))
+        if not item.passed
+    ]
+    assert failed == [claim]
+    summary = target.summarise(parsed("reader_fuzz", [first, *rest]), "tiny")
+    assert (summary["inputs"], summary["kept"], summary["locks.lines"]) == (4000, 6, 203)
+
+
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_a_record_stated_twice_is_refused(target: str) -> None:
     records = synthetic.MAKERS[target]()

@@ -1,7 +1,9 @@
 """No bytes make a reader of strangers' files fail in any way but its one error, or take long.
 
-Inputs are grown from whole files and from ``corpus``. ``LORAFORGE_FUZZ_SECONDS`` makes the search longer; what it finds
-is written to ``corpus`` as ``found-<hash>``, where every later run tries it again.
+Inputs are grown from whole files, the fleet's own among them, and from ``corpus``. ``LORAFORGE_FUZZ_SECONDS`` makes the
+search longer, and then one that goes by what it reaches: an input that takes a reader to a line that none before it
+did is grown from in turn, and written to ``corpus`` as ``found-<hash>``, as is one that fails; every later run tries
+these again. ``LORAFORGE_FUZZ_RECORDS`` names a file that gets a record a reader, for a bag of target ``reader_fuzz``.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import hashlib
 import json
 import os
 import random
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,11 +26,17 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from test_untrusted import CORPUS, read_kept
 
+import loraforge.fleet
 from loraforge.errors import LoraForgeError
+from loraforge.files import canonical_json
 
 KINDS = ("headers", "configs", "indexes", "locks")
 SECONDS = float(os.environ.get("LORAFORGE_FUZZ_SECONDS", "0"))
+RECORDS = os.environ.get("LORAFORGE_FUZZ_RECORDS")
 MOST_SECONDS = 2.0  # of one input
+MOST_KEPT_BYTES = 4096  # of an input that is kept for what it reached
+READERS = str(Path(loraforge.fleet.__file__).parent)
+FLEET = Path(__file__).resolve().parents[2] / "config" / "fleets"
 KEYS = (
     "r", "lora_alpha", "peft_type", "target_modules", "modules_to_save", "rank_pattern", "alpha_pattern", "bias",
     "layers_to_transform", "layers_pattern", "target_parameters", "init_r", "alpha", "use_rslora", "exclude_modules",
@@ -71,8 +82,18 @@ def whole(kind: str) -> bytes:
         return (Path(folder) / "a" / name).read_bytes()
 
 
+def real(kind: str) -> list[bytes]:
+    """The small files of ``kind`` that come with the fleet."""
+    if kind == "locks":
+        return [(FLEET / "smol.lock.json").read_bytes()]
+    return [path.read_bytes() for path in sorted(FLEET.glob("smol/*/adapter_config.json"))[:4]] * (
+        kind == "configs"
+    )
+
+
 STARTS = {
-    kind: [whole(kind), *(path.read_bytes() for path in sorted((CORPUS / kind).iterdir()))] for kind in KINDS
+    kind: [whole(kind), *real(kind), *(path.read_bytes() for path in sorted((CORPUS / kind).iterdir()))]
+    for kind in KINDS
 }
 
 
@@ -120,15 +141,42 @@ def _spliced(draw: st.DrawFn, text: bytes) -> bytes:
     return text
 
 
-def _try(kind: str, data: bytes) -> None:
+def _try(kind: str, data: bytes) -> bool:
+    """Whether the reader takes ``data``; fails where it neither does nor says why not, in one line and soon."""
     with tempfile.TemporaryDirectory() as folder:
-        started, message = time.perf_counter(), ""
+        started, message = time.perf_counter(), None
         try:
             read_kept(kind, data, Path(folder))
         except LoraForgeError as error:
             message = str(error)
-        assert message.isprintable()  # one line, and no commands to a terminal
-        assert time.perf_counter() - started < MOST_SECONDS
+        seconds = time.perf_counter() - started
+        assert message is None or (message and message.isprintable())  # no commands to a terminal
+        assert seconds < MOST_SECONDS
+        return message is None
+
+
+def _reached(kind: str, data: bytes) -> set[tuple[str, int]]:
+    """Lines of the readers that ``data`` takes them through."""
+    found: set[tuple[str, int]] = set()
+
+    def line(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        if event == "line":
+            found.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def call(frame: FrameType, _: str, __: Any) -> Callable[..., Any] | None:
+        return line if frame.f_code.co_filename.startswith(READERS) else None
+
+    with tempfile.TemporaryDirectory() as folder:
+        before = sys.gettrace()
+        sys.settrace(call)
+        try:
+            read_kept(kind, data, Path(folder))
+        except LoraForgeError:
+            pass
+        finally:
+            sys.settrace(before)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,40 +187,90 @@ def test_what_was_found_before(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_bytes_give_an_adapter_or_one_error(kind: str) -> None:
+    if not SECONDS:
+        Search(kind).some(1, 60)
+        return
+    search = Search(kind)
+    for data in STARTS[kind]:
+        search.lines |= _reached(kind, data)
     stop = time.monotonic() + SECONDS / len(KINDS)
-    tried = 0
-    while True:
-        tried += _search(kind, random.randrange(1 << 32) if SECONDS else 1, 500 if SECONDS else 60)
-        if time.monotonic() >= stop:
-            break
-    if SECONDS:
-        print(f"{kind}: {tried} inputs in {SECONDS / len(KINDS):.0f} s")
+    try:
+        while time.monotonic() < stop:
+            search.some(random.randrange(1 << 32), 500)
+    finally:
+        print(canonical_json(search.record()))
+        if RECORDS:
+            with open(RECORDS, "a", encoding="utf-8") as stream:
+                stream.write(canonical_json(search.record()) + "\n")
 
 
-def _search(kind: str, start: int, examples: int) -> int:
-    """Try some inputs. One that fails is shrunk by hypothesis, and kept."""
-    count = 0
-    failing: list[bytes] = []
+class Search:
+    """A search for inputs of ``kind`` that fail; counts what it tries, and keeps what is worth it."""
 
-    @seed(start)
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )  # fmt: skip
-    @given(inputs(kind))
-    def search(data: bytes) -> None:
-        nonlocal count
-        count += 1
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.lines: set[tuple[str, int]] = set()
+        self.grown: list[
+            bytes
+        ] = []  # to grow from in the next round: a round must draw the same from the same seed
+        self.taken = self.refused = self.failed = self.kept = 0
+        self.slowest = 0.0
+        self.started = time.perf_counter()
+
+    def some(self, start: int, examples: int) -> None:
+        """Try some inputs, drawn from seed ``start``. One that fails is shrunk by hypothesis, kept and raised."""
+        failing: list[bytes] = []
+
+        @seed(start)
+        @settings(
+            max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        )  # fmt: skip
+        @given(inputs(self.kind))
+        def search(data: bytes) -> None:
+            try:
+                self._one(data)
+            except BaseException:
+                failing[:] = [data]
+                raise
+
+        STARTS[self.kind] += self.grown
+        self.grown = []
         try:
-            _try(kind, data)
+            search()
         except BaseException:
-            failing[:] = [data]
+            if SECONDS and failing:
+                self._keep(failing[0])
             raise
 
-    try:
-        search()
-    except BaseException:
-        if SECONDS and failing:
-            (CORPUS / kind / f"found-{hashlib.sha256(failing[0]).hexdigest()[:16]}").write_bytes(failing[0])
-        raise
-    return count
+    def _one(self, data: bytes) -> None:
+        started = time.perf_counter()
+        try:
+            taken = _try(self.kind, data)
+        except BaseException:
+            self.failed += 1
+            raise
+        self.slowest = max(self.slowest, time.perf_counter() - started)
+        self.taken, self.refused = self.taken + taken, self.refused + (not taken)
+        if SECONDS and (new := _reached(self.kind, data) - self.lines):
+            self.lines |= new
+            self.grown.append(data)
+            if len(data) <= MOST_KEPT_BYTES:
+                self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        self.kept += 1
+        (CORPUS / self.kind / f"found-{hashlib.sha256(data).hexdigest()[:16]}").write_bytes(data)
+
+    def record(self) -> dict[str, Any]:
+        """What target ``reader_fuzz`` keeps of it."""
+        return {
+            "reader": self.kind,
+            "seconds": time.perf_counter() - self.started,
+            "taken": self.taken,
+            "refused": self.refused,
+            "failed": self.failed,
+            "slowest_s": self.slowest,
+            "lines": len(self.lines),
+            "kept": self.kept,
+        }

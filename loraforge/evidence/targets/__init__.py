@@ -12,13 +12,18 @@ from loraforge.evidence.targets.dispatch import DispatchTarget
 from loraforge.evidence.targets.end_to_end import EndToEndTarget
 from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
+from loraforge.evidence.targets.reader_fuzz import ReaderFuzzTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
 from loraforge.evidence.targets.serving import (
+    Adapters500,
     CpuServing,
     FixedWork,
+    MixedServingSglang,
     MixedServingVllm,
     Residency,
+    SingleFleet,
     SixCell,
+    StoppingContract,
 )
 from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
@@ -36,10 +41,15 @@ TARGETS: dict[str, Target[Any]] = {
         DispatchTarget(),
         CpuOpsTarget(),
         MixedServingVllm(),
+        MixedServingSglang(),
         SixCell(),
         FixedWork(),
         Residency(),
+        StoppingContract(),
+        SingleFleet(),
+        Adapters500(),
         CpuServing(),
+        ReaderFuzzTarget(),
     )
 }
 
