@@ -27,8 +27,8 @@ def refine(
     out: Annotated[
         Path, typer.Option("-o", "--out", help="folder to write; must be absent or empty", show_default=False)
     ],
-    limit: Annotated[int | None, typer.Option(min=1, help="the first so many prompts of each")] = 1024,
-    steps: Annotated[int, typer.Option(min=1, help="steps of each adapter")] = 100,
+    limit: Annotated[int | None, typer.Option(min=1, help="the first so many prompts of each")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="steps of each adapter")] = 200,
     lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate")] = 1e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="answers a step")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of the order of the answers")] = 20261130,

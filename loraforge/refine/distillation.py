@@ -29,7 +29,7 @@ class RefineSettings(AnswerSettings):
     seed: of the order of the answers.
     """
 
-    steps: int = 100
+    steps: int = 200
     lr: float = 1e-3
     warmup: float = 0.1
     clip: float = 1.0
