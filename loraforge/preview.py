@@ -122,8 +122,9 @@ def preview(
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with stages("hash"):
         hash_weights(fleet)
-        for adapter in fleet if known is not None else ():
-            known.require(adapter)
+        if known is not None:
+            for adapter in fleet:
+                known.require(adapter)
     with stages("cache"):
         found = {} if cache is None else {adapter.name: _cached(adapter, cache, known) for adapter in fleet}
     missing = [adapter for adapter in fleet if found.get(adapter.name) is None]
