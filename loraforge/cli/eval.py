@@ -43,7 +43,8 @@ def run(
         Path | None, typer.Option(help="file of moments that activation policies were allocated with")
     ] = None,
     expanded: Annotated[
-        list[Path] | None, typer.Option(help="folders of `loraforge cts`, each scored as an arm")
+        list[Path] | None,
+        typer.Option(help="folders of `loraforge cts`, or OUT/ragged of `loraforge refine`, each an arm"),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="adapters scored at once instead of the configuration's")
