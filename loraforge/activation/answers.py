@@ -15,7 +15,7 @@ from loraforge.errors import InputError
 from loraforge.fleet.offline import offline_imports
 from loraforge.quality.arms import MergedModel
 
-_PLACES = ("{}.jsonl", "{}.txt", "{}/train.jsonl")  # of an adapter's prompts in their folder
+_PLACES = ("{}.jsonl", "{}.txt", "{}/{split}.jsonl")  # of an adapter's prompts in their folder
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Answered:
     answer: tuple[int, ...]
 
 
-def find_prompts(folder: Path, adapter: str, *, limit: int | None = None) -> list[str]:
-    """Prompts of ``adapter``, the first ``limit``: in NAME.jsonl, NAME.txt or NAME/train.jsonl of ``folder``.
+def find_prompts(folder: Path, adapter: str, *, limit: int | None = None, split: str = "train") -> list[str]:
+    """Prompts of ``adapter``, the first ``limit``: in NAME.jsonl, NAME.txt or NAME/SPLIT.jsonl of ``folder``.
 
     Raises InputError where none of these exists, or it holds no text.
     """
-    places = [folder / place.format(adapter) for place in _PLACES]
+    places = [folder / place.format(adapter, split=split) for place in _PLACES]
     for path in places:
         if path.is_file():
             return read_texts([path], limit=limit)

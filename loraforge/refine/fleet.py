@@ -13,6 +13,7 @@ from loraforge.activation.answers import OpenModel, answer
 from loraforge.activation.fisher import identity
 from loraforge.allocate.allocation import AllocationFile
 from loraforge.allocate.policy import Spectra
+from loraforge.allocate.problem import Floats
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, IntegrityError
 from loraforge.export.certificate import probes, relative_error
@@ -126,9 +127,8 @@ class RefinedFleet:
                 a, b = cast_factors(adapter, module.name, exact, dtype or module.dtype)
                 x = probes(module.d_in)
                 rounded, wanted = (right.double() @ (left.double() @ x) for left, right in ((a, b), exact))
-                kept[module.name] = Kept(
-                    a, b, relative_error(rounded, wanted), entry.spectrum(module.name), "refined"
-                )
+                spectrum = _two_parts(len(a), entry.modules[module.name].action_error)
+                kept[module.name] = Kept(a, b, relative_error(rounded, wanted), spectrum, "refined")
             yield Directions(adapter, entry.path.stem, kept)
 
 
@@ -193,24 +193,35 @@ def _refine(
     finally:
         model.merged.reset()
     refined = distil(model.causal, updates, pair.truncated(), answered, model.pad, settings)
+    ranks = {module.name: module.rank for module in pair.compressed.modules}
     modules = {
-        name: ModuleFactors(_split(updates[name], update), update.a, update.b, "refined", 0.0, 0.0)
+        name: ModuleFactors(
+            torch.zeros(ranks[name], dtype=torch.float64),  # they are no singular directions
+            update.a,
+            update.b,
+            "refined",
+            _distance(updates[name], update),
+            0.0,
+        )
         for name, update in refined.updates.items()
     }
     return modules, refined.curve
 
 
-def _split(original: Update, refined: Update) -> torch.Tensor:
-    """A spectrum, float64 [k + 1], of what the certificate says: the share of the original's norm that k refined
-    directions are off, last, and the rest, first. Refined directions are no singular ones, and have no spectrum."""
-    k = len(refined.a)
+def _distance(original: Update, refined: Update) -> float:
+    """|dW - dW'|_F / |dW|_F, at most 1, from factors alone; 0 for no update."""
     a = torch.cat((original.a.double(), refined.a.double()))
     b = torch.cat((original.scale * original.b.double(), -refined.scale * refined.b.double()), dim=1)
     gram = (b.mT @ b) * (a @ a.mT)
     r = len(original.a)
     whole, off = float(gram[:r, :r].sum()), max(0.0, float(gram.sum()))
-    lost = min(1.0, off / whole) if whole > 0 else 0.0
-    return torch.tensor([np.sqrt(1 - lost), *[0.0] * (k - 1), np.sqrt(lost)], dtype=torch.float64)
+    return min(1.0, float(np.sqrt(off / whole))) if whole > 0 else 0.0
+
+
+def _two_parts(k: int, distance: float) -> Floats:
+    """A spectrum, float64 [k + 1], whose ``k`` first keep all but ``distance`` of a norm of 1: what certificates say of
+    directions that have no singular values."""
+    return np.array([np.sqrt(1 - distance**2), *[0.0] * (k - 1), distance])
 
 
 def _allocation(manifest: Manifest) -> AllocationFile:

@@ -355,6 +355,8 @@ def test_command_lines(
     lines = [json.dumps({"prompt": text, "target": "never read"}) for text in PROMPTS["b"]]
     (prompts / "b" / "train.jsonl").write_text("\n".join(lines))
     assert find_prompts(prompts, "b", limit=1) == PROMPTS["b"][:1]
+    with pytest.raises(InputError, match=r"b/validation\.jsonl"):
+        find_prompts(prompts, "b", split="validation")
     assert run(*whole) == 0
     assert "of 2 answers, 2 adapters" in capsys.readouterr().err
     assert run(*collect, "--adapters", fleet_folder) == 2
