@@ -33,7 +33,7 @@ def moments(
         typer.Option(help="with --adapters: folder of NAME.jsonl, NAME.txt or NAME/SPLIT.jsonl of each"),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="SPLIT of --prompts; prompts not trained on tell more: validation")
+        str, typer.Option(help="which split of --prompts; those not trained on tell more: validation")
     ] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="the first so many texts of each file")] = None,
     device: Annotated[str, typer.Option(help="torch device")] = "cpu",
