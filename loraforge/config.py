@@ -31,6 +31,7 @@ Policy = Literal[
     "activation-sqrt",
     "activation-fair",
     "fisher",
+    "fisher-nofloor",
     "fisher-uniform",
     "fisher-relative",
     "fisher-sqrt",

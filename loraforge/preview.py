@@ -20,12 +20,11 @@ import torch
 
 from loraforge.activation.entries import entry_key, require_moments
 from loraforge.activation.moments import Moments, load_moments
-from loraforge.activation.whitened import shrunk, whitened_factors
 from loraforge.allocate.budget import Budget
 from loraforge.allocate.problem import Floats
 from loraforge.compress import Choice, choose, widest
 from loraforge.config import Layout, Policy
-from loraforge.export.directions import keep_factors
+from loraforge.export.directions import every_row, keep_factors
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.sizes import weight_bytes
 from loraforge.factor.batch import Batch
@@ -123,6 +122,9 @@ def preview(
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with stages("hash"):
         hash_weights(fleet)
+        if known is not None:
+            for adapter in fleet:
+                known.require(adapter)
     with stages("cache"):
         found = {} if cache is None else {adapter.name: _cached(adapter, cache, known) for adapter in fleet}
     missing = [adapter for adapter in fleet if found.get(adapter.name) is None]
@@ -157,7 +159,7 @@ def _spectra_of(adapter: Adapter, moments: Moments | None, pool: Pool) -> _Spect
     by_name = {module.name: module for module in adapter.modules}
     with adapter.reader() as reader:
         if moments is not None:
-            sigma = {name: whitened[0].numpy() for name, whitened in _whitened(reader, moments, pool).items()}
+            sigma = {name: factors[0].numpy() for name, factors in _ordered(reader, moments, pool).items()}
         else:
             groups = group_by_shape((m.name, m.d_in, m.d_out, m.rank) for m in adapter.modules)
             parts = pool.map(lambda names: _spectra_of_batch(reader, [by_name[n] for n in names]), groups)
@@ -178,15 +180,14 @@ def _spectra_of_batch(reader: FactorReader, modules: Sequence[LoraModule]) -> di
     return {module.name: found[j].numpy() for j, module in enumerate(modules)}
 
 
-def _whitened(
+def _ordered(
     reader: FactorReader, moments: Moments, pool: Pool
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    def whiten(module: LoraModule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        second = shrunk(moments.second_moment(module.name, module.d_in))
-        return whitened_factors(*reader.factors(module), module.scale, second)
+    def order(module: LoraModule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return moments.ordered(reader.adapter, module, *reader.factors(module))
 
     modules = reader.adapter.modules
-    return {module.name: found for module, found in zip(modules, pool.map(whiten, modules), strict=True)}
+    return {module.name: found for module, found in zip(modules, pool.map(order, modules), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,8 @@ def _measure(
             if cached is not None:
                 ordered = {name: cached.factors(name, k) for name, k in ranks.items()}
             elif moments is not None:
-                whitened = _whitened(reader, moments, pool)
-                ordered = {name: (a.float(), b.float()) for name, (_, a, b) in whitened.items()}
+                whole = _ordered(reader, moments, pool)
+                ordered = {name: (a.float(), b.float()) for name, (_, a, b) in whole.items()}
             else:
                 made = factorise_adapter(adapter, method="auto", pool=pool, stages=Stages())
                 ordered = {name: (module.a, module.b) for name, module in made.items()}
@@ -221,13 +222,17 @@ def _measure(
         def certify(module: LoraModule) -> None:
             k = ranks[module.name]
             a, b = ordered[module.name]
+            path = "gram" if moments is None else moments.factors_path
+            built = a if path == "fisher" else None
+            rows = built if cached is None else every_row(cached, module.name)
             keep_factors(
                 adapter,
                 module,
                 reader.factors(module),
                 (a[:k], b[:, :k]),
                 dtype or module.dtype,
-                whitened=moments is not None,
+                path=path,
+                every_row=rows,
             )
 
         with (certifying := Timer()):

@@ -1,6 +1,8 @@
-"""Measure an update by what it does to the inputs that its module sees, not by its weights alone.
+"""Measure an update by more than its weights: by what it does to outputs, or to an adapter's answers.
 
-The error that a truncation makes is |(dW - dW_k) x|^2 averaged over inputs x, which is |(dW - dW_k) C^1/2|_F^2 with
-C = E[x x^T], every x at one length. :mod:`moments` collects C of every linear map of a base model from a few unlabelled
-texts, once; :mod:`whitened` orders the directions of adapters by it; ranks are then chosen as for any other spectra.
+:mod:`moments` is what both kinds of measurement have in common: a hashed file, and a norm that orders directions.
+:mod:`inputs` collects second moments C of the inputs of a base model's linear maps from a few unlabelled texts, once;
+:mod:`whitened` orders directions by |dW C^1/2|_F. :mod:`fisher_collection` lets adapters answer prompts
+(:mod:`answers`) and collects the Fisher information of each one's own answers; :mod:`fisher` orders by it.
+:mod:`entries` keeps ordered factors; ranks are then chosen as for any other spectra.
 """

@@ -14,68 +14,46 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loraforge.activation.fisher import FisherMoments, core_keys, identity, orthonormal
-from loraforge.activation.inputs import read_texts
+from loraforge.activation.answers import Answered, AnswerSettings, OpenModel, answer, collate
+from loraforge.activation.fisher import FisherMoments, core_keys, fisher_factors, identity, orthonormal
 from loraforge.activation.moments import load_moments, packed, read_header, write_moments
+from loraforge.allocate.problem import Problem
+from loraforge.allocate.spectral import spectral
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, LoraForgeError
 from loraforge.factor.fleet import hash_weights
 from loraforge.files import canonical_json, sha256_text
 from loraforge.fleet.base_model import tensors_sha256
-from loraforge.fleet.offline import offline_imports
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import progress
-from loraforge.quality.arms import MergedModel, original_updates
-
-_PLACES = ("{}.jsonl", "{}.txt", "{}/train.jsonl")  # of an adapter's prompts in their folder
+from loraforge.quality.arms import Update, original_updates
 
 
 @dataclass(frozen=True)
-class FisherSettings:
+class FisherSettings(AnswerSettings):
     """How the Fisher information is sampled.
 
     Parameters
     ----------
     draws: Gaussian vectors an answer; each costs a backward pass.
-    max_tokens: the last so many tokens of a prompt count. max_new_tokens: an answer ends there at the latest.
-    seed: of the Gaussian vectors. batch_size: answers a pass.
+    temperature: the softmax's. At 1 an answer that is nearly certain depends on nothing, and a truncation large enough
+        to change it is not foreseen; as in distillation, a softened softmax tells what it was chosen from.
+    shares: of its parameters, to which an adapter is truncated to compare what happens with what was expected.
+    seed: of the Gaussian vectors.
     """
 
     draws: int = 4
-    max_tokens: int = 512
-    max_new_tokens: int = 96
+    temperature: float = 3.0
+    shares: tuple[float, ...] = (1 / 24, 1 / 12)
     seed: int = 20261130
-    batch_size: int = 16
 
 
+_SOURCE = tuple(f"activation/{name}.py" for name in ("answers", "fisher", "fisher_collection"))
 DEFAULTS = FisherSettings()
-
-
-@dataclass(frozen=True)
-class Answered:
-    """Token ids of a prompt, and of the answer that an adapter gave to it."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-
-def find_prompts(folder: Path, adapter: str, *, limit: int | None = None) -> list[str]:
-    """Prompts of ``adapter``, the first ``limit``: in NAME.jsonl, NAME.txt or NAME/train.jsonl of ``folder``.
-
-    Raises InputError where none of these exists, or it holds no text.
-    """
-    places = [folder / place.format(adapter) for place in _PLACES]
-    for path in places:
-        if path.is_file():
-            return read_texts([path], limit=limit)
-    raise InputError(
-        f"no prompts of {adapter}",
-        path=folder,
-        remedy=f"write them to one of {', '.join(path.relative_to(folder).as_posix() for path in places)}",
-    )
 
 
 def collect_fisher(
@@ -99,7 +77,7 @@ def collect_fisher(
     for adapter in fleet:
         if not prompts.get(adapter.name):
             raise InputError("no prompts of this adapter", key=adapter.name, remedy="give it some")
-    model: _Model | None = None
+    model: OpenModel | None = None
     parts: list[FisherMoments] = []
     with progress("fisher", len(fleet)) as ticker:
         for adapter in fleet:
@@ -109,29 +87,11 @@ def collect_fisher(
             )
             part = _find(path)
             if part is None:
-                model = model or _Model(base, device)
+                model = model or OpenModel(base, device)
                 part = _collect(model, adapter, texts, path, base_sha256, settings)
             parts.append(part)
             ticker.advance(f"{adapter.name} {part.tokens} tokens")
     return _join(out, parts, base_sha256)
-
-
-class _Model:
-    """The base model and its tokenizer, loaded once."""
-
-    def __init__(self, base: Path, device: str) -> None:
-        with offline_imports():
-            from transformers import AutoModelForCausalLM, AutoTokenizer
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        # BF16, as adapters are scored and served
-        self.causal: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device).eval()
-        self.causal.requires_grad_(False)
-        self.merged = MergedModel(self.causal)
-
-    @property
-    def pad(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id if pad is None else pad)
 
 
 def _part_key(
@@ -145,7 +105,7 @@ def _part_key(
                 "texts": list(texts),
                 "device": device.partition(":")[0],
                 "settings": asdict(settings),
-                "source": source_digest("activation"),
+                "source": source_digest(*_SOURCE),
             }
         )
     )
@@ -160,7 +120,7 @@ def _find(path: Path) -> FisherMoments | None:
 
 
 def _collect(
-    model: _Model,
+    model: OpenModel,
     adapter: Adapter,
     texts: Sequence[str],
     path: Path,
@@ -171,47 +131,70 @@ def _collect(
         model.merged.merge(original_updates(adapter))
         answered = answer(model.causal, model.tokenizer, texts, model.pad, settings)
         cores = sample_cores(model.causal, adapter, answered, model.pad, settings)
+        gain = calibration(model, adapter, cores, answered, settings)
     finally:
         model.merged.reset()
     tensors: dict[str, Tensor] = {}
-    for module, (p_out, p_in) in cores.items():
-        keys = core_keys(adapter.name, module)
-        tensors |= dict(zip(keys, (packed(p_out), packed(p_in)), strict=True))
+    for module, pair in cores.items():
+        for key, matrix in zip(core_keys(adapter.name, module), pair, strict=True):
+            tensors[key] = packed(gain * matrix)
     tokens = sum(len(row.prompt) + len(row.answer) for row in answered)
     return _write(path, tensors, base_sha256, tokens, {adapter.name: identity(adapter)})
 
 
+def calibration(
+    model: OpenModel,
+    adapter: Adapter,
+    cores: Mapping[str, tuple[Tensor, Tensor]],
+    answered: Sequence[Answered],
+    settings: FisherSettings,
+) -> float:
+    """Measured over expected divergence of truncations of ``adapter``: what its Fisher information is multiplied by.
+
+    To second order alone some adapters look several times as robust as others that they are not. So each is truncated
+    to ``settings.shares`` of its parameters in the order of ``cores``, and all that happens is divided by all that was
+    expected: tiny divergences, which are mostly noise, do not count for much.
+    Expects the adapter merged into ``model``; leaves a truncated one in it.
+    """
+    ordered: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    with adapter.reader() as reader:
+        for module in adapter.modules:
+            ordered[module.name] = fisher_factors(*reader.factors(module), module.scale, *cores[module.name])
+    names = [(adapter.name, name) for name in ordered]
+    rank, cost = np.array([(m.rank, m.d_in + m.d_out) for m in adapter.modules], dtype=np.int64).T
+    problem = Problem(names, rank, cost, torch.cat([sigma for sigma, _, _ in ordered.values()]).numpy())
+    own = answer_log_probabilities(model, answered, settings)
+    expected = measured = 0.0
+    for share in settings.shares:
+        k = spectral(problem, int(share * problem.parameters(rank)), np.zeros_like(rank)).k
+        expected += (problem.energy(rank) - problem.energy(k)) / 2
+        model.merged.merge(
+            {
+                name: Update(a[:kept].float(), b[:, :kept].float(), 1.0)
+                for (name, (_, a, b)), kept in zip(ordered.items(), k.tolist(), strict=True)
+            }
+        )
+        measured += sum(
+            float((mine.exp() * (mine - other)).sum())
+            for mine, other in zip(own, answer_log_probabilities(model, answered, settings), strict=True)
+        ) / len(answered)
+    # an adapter whose answers did not change keeps its order of directions
+    return max(1e-3, measured / expected) if expected > 0 else 1.0
+
+
 @torch.no_grad()
-def answer(
-    model: Any, tokenizer: Any, texts: Sequence[str], pad: int, settings: FisherSettings
-) -> list[Answered]:
-    """Greedy answers of ``model`` to ``texts``, the end token included, shortest prompt first."""
-    encoded = sorted(
-        (tokenizer(text, add_special_tokens=False)["input_ids"][-settings.max_tokens :] for text in texts),
-        key=len,
-    )
-    encoded = [ids for ids in encoded if ids]
-    end = tokenizer.eos_token_id
-    found: list[Answered] = []
-    for start in range(0, len(encoded), settings.batch_size):
-        rows = encoded[start : start + settings.batch_size]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), pad)
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
-        for row, tokens in enumerate(rows):
-            ids[row, width - len(tokens) :] = torch.tensor(tokens)
-            mask[row, width - len(tokens) :] = 1
-        generated = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            eos_token_id=end,
-            pad_token_id=pad,
-        )[:, width:].tolist()
-        for tokens, new in zip(rows, generated, strict=True):
-            stop = new.index(end) + 1 if end in new else len(new)
-            found.append(Answered(tuple(tokens), tuple(new[:stop])))
+def answer_log_probabilities(
+    model: OpenModel, answered: Sequence[Answered], settings: FisherSettings
+) -> list[Tensor]:
+    """Log probabilities of every token where one of an answer is chosen, float32 [positions, vocabulary] a batch."""
+    found: list[Tensor] = []
+    for start in range(0, len(answered), settings.batch_size):
+        ids, positions = (
+            tensor.to(model.causal.device)
+            for tensor in collate(answered[start : start + settings.batch_size], model.pad)
+        )
+        hidden = model.causal.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+        found.append(torch.log_softmax(model.causal.get_output_embeddings()(hidden).float(), dim=-1))
     return found
 
 
@@ -228,7 +211,7 @@ def sample_cores(
     with watched(model, adapter) as cores:
         for start in range(0, len(answered), settings.batch_size):
             rows = answered[start : start + settings.batch_size]
-            for _ in backward_draws(model, rows, pad, settings.draws, generator):
+            for _ in backward_draws(model, rows, pad, settings, generator):
                 for name, sample in cores.items():
                     exact = sample.double()
                     sums[name] += torch.stack(((exact @ exact.mT).sum(0), (exact.mT @ exact).sum(0))).cpu()
@@ -237,25 +220,18 @@ def sample_cores(
 
 
 def backward_draws(
-    model: Any, rows: Sequence[Answered], pad: int, draws: int, generator: torch.Generator
+    model: Any, rows: Sequence[Answered], pad: int, settings: FisherSettings, generator: torch.Generator
 ) -> Iterator[None]:
-    """Run ``rows`` once forward and ``draws`` times backward, from Gaussian vectors on the answers' logits."""
-    width = max(len(row.prompt) + len(row.answer) for row in rows)
-    ids = torch.full((len(rows), width), pad)
-    positions: list[int] = []
-    for number, row in enumerate(rows):
-        ids[number, : len(row.prompt) + len(row.answer)] = torch.tensor(row.prompt + row.answer)
-        first = number * width + len(row.prompt) - 1
-        positions += range(first, first + len(row.answer))
-    # no mask: attention is causal, and no position that counts sees the padding behind it
+    """Run ``rows`` once forward and ``settings.draws`` times backward, from Gaussian vectors on the answers' logits."""
+    ids, positions = collate(rows, pad)
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_(True)
     hidden = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.flatten(0, 1)
-    logits = model.get_output_embeddings()(hidden[torch.tensor(positions, device=hidden.device)])
-    root = torch.softmax(logits.detach().float(), dim=-1).sqrt()
-    for draw in range(draws):
+    logits = model.get_output_embeddings()(hidden[positions.to(hidden.device)])
+    root = torch.softmax(logits.detach().float() / settings.temperature, dim=-1).sqrt()
+    for draw in range(settings.draws):
         noise = torch.randn(root.shape, generator=generator).to(root.device)
         vector = root * (noise - root * (root * noise).sum(-1, keepdim=True))
-        torch.autograd.grad(logits, embedded, vector.to(logits.dtype), retain_graph=draw + 1 < draws)
+        torch.autograd.grad(logits, embedded, vector.to(logits.dtype), retain_graph=draw + 1 < settings.draws)
         yield
 
 

@@ -80,6 +80,7 @@ RULES: dict[Policy, Rule] = {
     "activation-fair": Rule(Fair(), "1", "activations"),
     "fisher-uniform": Rule(Uniform(), "u", "fisher"),
     "fisher": Rule(Greedy(absolute), "1", "fisher"),
+    "fisher-nofloor": Rule(Greedy(absolute), FREE, "fisher"),
     "fisher-relative": Rule(Greedy(adapter_relative), "1", "fisher"),
     "fisher-sqrt": Rule(Greedy(_SQRT), "1", "fisher"),
     "fisher-fair": Rule(Fair(), "1", "fisher"),

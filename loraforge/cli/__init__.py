@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "factor": ("factor", "Build the cache of ordered factors and spectra"),
     "moments": ("moments", "Collect moments for the activation and the fisher policies"),
     "allocate": ("allocate", "Choose the retained rank of every module"),
+    "refine": ("refine", "Teach a compressed fleet its originals' own answers; this trains"),
     "cts": ("cts", "Fit shared bases to a whole fleet, the baseline that is compared with"),
     "export": ("export", "Write PEFT folders and the retained-rank manifest"),
     "tasks": ("tasks", "Build the task data from the packages that hold them"),

@@ -30,8 +30,11 @@ def moments(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="with --adapters: folder of NAME.jsonl, NAME.txt or NAME/train.jsonl of each"),
+        typer.Option(help="with --adapters: folder of NAME.jsonl, NAME.txt or NAME/SPLIT.jsonl of each"),
     ] = None,
+    split: Annotated[
+        str, typer.Option(help="which split of --prompts; those not trained on tell more: validation")
+    ] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="the first so many texts of each file")] = None,
     device: Annotated[str, typer.Option(help="torch device")] = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="texts a forward pass")] = 16,
@@ -63,11 +66,14 @@ def moments(
     from loraforge.progress import say
 
     if adapters and prompts is not None:
-        from loraforge.activation.fisher_collection import FisherSettings, collect_fisher, find_prompts
+        from loraforge.activation.answers import find_prompts
+        from loraforge.activation.fisher_collection import FisherSettings, collect_fisher
         from loraforge.fleet.source import open_source
 
         fleet = open_source(adapters)
-        asked = {adapter.name: find_prompts(prompts, adapter.name, limit=limit) for adapter in fleet}
+        asked = {
+            adapter.name: find_prompts(prompts, adapter.name, limit=limit, split=split) for adapter in fleet
+        }
         settings = FisherSettings(draws=draws, seed=seed, batch_size=batch_size)
         fisher = collect_fisher(base, fleet, asked, out, cache=cache, device=device, settings=settings)
         say(

@@ -144,16 +144,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 def keep_factors(
     adapter: Adapter,
     module: LoraModule,
+    original: tuple[torch.Tensor, torch.Tensor],
     ordered: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
-    certify: Callable[[tuple[torch.Tensor, torch.Tensor]], float],
+    *,
+    path: str = "gram",
+    every_row: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """``ordered`` A [k, d_in] and B [d_out, k] as ``dtype``, and the action error that ``certify`` finds of these.
+    """``ordered`` A [k, d_in] and B [d_out, k] as ``dtype``, and their action error against ``original``.
 
-    Raises InputError, naming the module, where ``dtype`` cannot hold them.
+    ``path`` made them: it says on which side they are orthogonal. ``every_row``: the ordered A of all directions
+    [r, d_in], which those of ``fisher`` need, orthogonal on neither. Raises InputError, naming the module, where
+    ``dtype`` cannot hold them.
     """
     a, b = cast_factors(adapter, module.name, ordered, dtype)
-    error = certify((a, b))
+    if every_row is not None:
+        error = oblique_action_error(original, module.scale, every_row, (a, b))
+    elif path == "whitened":
+        error = output_action_error(original, module.scale, ordered[1], (a, b))
+    else:
+        error = action_error(original, module.scale, ordered[0], (a, b))
     if error > accepted_error(dtype):
         raise InputError(
             f"{dtype_name(dtype)} cannot hold these factors (action error {error:.1e}, largest value "
@@ -165,21 +175,22 @@ def keep_factors(
     return a, b, error
 
 
+def every_row(cached: CachedAdapter, name: str) -> torch.Tensor | None:
+    """What :func:`keep_factors` needs of all directions of module ``name``, if anything."""
+    return cached.factors(name)[0] if cached.modules[name].path == "fisher" else None
+
+
 def _keep(
     cached: CachedAdapter, reader: FactorReader, module: LoraModule, k: int, dtype: torch.dtype
 ) -> Kept:
-    ordered = cached.factors(module.name, k)
     path = cached.modules[module.name].path
-    original = reader.factors(module)
-
-    def certify(exported: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """By the side on which factors of this path are orthogonal, if any."""
-        if path == "whitened":
-            return output_action_error(original, module.scale, ordered[1], exported)
-        if path == "fisher":
-            every_row, _ = cached.factors(module.name)
-            return oblique_action_error(original, module.scale, every_row, exported)
-        return action_error(original, module.scale, ordered[0], exported)
-
-    a, b, error = keep_factors(reader.adapter, module, ordered, dtype, certify)
+    a, b, error = keep_factors(
+        reader.adapter,
+        module,
+        reader.factors(module),
+        cached.factors(module.name, k),
+        dtype,
+        path=path,
+        every_row=every_row(cached, module.name),
+    )
     return Kept(a, b, error, cached.spectrum(module.name), path)

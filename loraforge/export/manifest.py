@@ -53,9 +53,9 @@ class ModuleEntry(_Strict):
     d_in: int = Field(ge=1, description="input features")
     d_out: int = Field(ge=1, description="output features")
     path: str = Field(
-        pattern=r"^(gram|tsqr|reference|whitened|fisher)$",
+        pattern=r"^(gram|tsqr|reference|whitened|fisher|refined)$",
         description="how the ordered factors were built; whitened: in the norm of activations; fisher: in that of the "
-        "Fisher information",
+        "Fisher information; refined: trained further, |dW - dW_k| being that of the trained factors",
     )
     certificate: Certificate
     compact_parameters: int = Field(ge=1, description="k (d_in + d_out)")

@@ -23,9 +23,10 @@ from loraforge.activation.moments import Moments, load_moments, stated_norm
 from loraforge.allocate.allocation import AllocationFile, load_allocation
 from loraforge.allocate.policies import RULES
 from loraforge.config import Policy, QualityConfig, Split
-from loraforge.cts.report import load_report
+from loraforge.cts.report import REPORT_FILE, load_report
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, IntegrityError, UsageError
+from loraforge.export.manifest import MANIFEST_FILE, load_manifest
 from loraforge.factor.engine import Method
 from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from loraforge.fleet.base_model import tensors_sha256
@@ -331,9 +332,18 @@ def _expanded(folders: tuple[Path, ...], arm: Arm, name: str) -> Adapter | None:
 
 @cache
 def expanded_arm(folder: Path) -> Arm:
-    """The arm that a folder of ``loraforge cts`` holds. Raises InputError for another folder."""
-    report = load_report(folder)
-    return Arm(report.arm, report.budget)
+    """The arm that a folder of ``loraforge cts`` holds, or a layout of a fleet of ``loraforge refine``.
+
+    Raises InputError for another folder.
+    """
+    if (folder / REPORT_FILE).is_file() or not (folder.parent / MANIFEST_FILE).is_file():
+        report = load_report(folder)
+        return Arm(report.arm, report.budget)
+    manifest = load_manifest(folder.parent)
+    paths = {module.path for entry in manifest.adapters.values() for module in entry.modules.values()}
+    if paths != {"refined"}:
+        raise InputError("is not refined", path=folder, remedy="name a layout of a refined fleet")
+    return Arm(f"{manifest.fleet.policy}-refined", manifest.fleet.budget.value)
 
 
 @cache

@@ -45,9 +45,9 @@ def permuted(p: Problem, order: list[int]) -> Problem:
     return problem([p.names[i] for i in order], [pieces[i].tolist() for i in order], p.cost[order].tolist())
 
 
-def choices(p: Problem, ceiling: int) -> Iterator[Ints]:
-    """Every choice of ranks that costs at most ``ceiling``."""
-    for k in itertools.product(*(range(1, r + 1) for r in p.rank.tolist())):
+def choices(p: Problem, ceiling: int, least: int = 1) -> Iterator[Ints]:
+    """Every choice of ranks, from ``least`` on, that costs at most ``ceiling``."""
+    for k in itertools.product(*(range(least, r + 1) for r in p.rank.tolist())):
         ranks = np.array(k)
         if p.parameters(ranks) <= ceiling:
             yield ranks

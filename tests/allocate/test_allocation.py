@@ -99,8 +99,8 @@ def test_records_are_valid_evidence(small: Problem) -> None:
         ({"spent": 1}, "not an allocation file (Value error, spent 1 and slack"),
         ({"policy": "best"}, "policy: not an allocation file (Input should be 'uniform', 'spectral', "),
         (
-            {"ranks": {"x": {"q": 0}}},
-            "ranks.x.q: not an allocation file (Input should be greater than or equal to 1",
+            {"ranks": {"x": {"q": -1}}},
+            "ranks.x.q: not an allocation file (Input should be greater than or equal to 0",
         ),
     ],
 )

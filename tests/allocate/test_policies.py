@@ -50,6 +50,18 @@ def worst(p: Problem, k: np.ndarray) -> float:
     return float(np.min(np.where(whole > 0, p.adapter_energy(k) / np.where(whole > 0, whole, 1), 1.0)))
 
 
+def floor_of(policy: Policy, p: Problem, uniform: np.ndarray) -> np.ndarray:
+    if policy == "spectral":
+        return np.maximum(1, (uniform + 1) // 2)
+    if RULES[policy].floor != FREE:
+        return np.ones_like(p.rank)
+    density = p.sigma[p.offsets[:-1]] ** 2 / p.cost
+    floor = np.zeros_like(p.rank)
+    for index, _ in p.members():
+        floor[max(index.tolist(), key=lambda m: density[m])] = 1
+    return floor
+
+
 def least_kept(policy: Policy, p: Problem, k: np.ndarray) -> bool:
     """One direction in every module, or at least in every adapter."""
     if RULES[policy].floor == FREE:
@@ -148,8 +160,8 @@ def test_the_order_of_modules_does_not_matter(
 def test_the_gap_bounds_the_optimum(policy: Policy, p: Problem, budget: str) -> None:
     chosen = allocate(p, policy, parse_budget(budget))
     measured = objectives.weighed(p, GREEDY[policy].objective)
-    floor = np.maximum(1, (chosen.ceiling.uniform + 1) // 2) if policy == "spectral" else 1
-    best = max(measured.energy(k) for k in choices(p, chosen.ceiling.params) if (k >= floor).all())
+    floor = floor_of(policy, measured, chosen.ceiling.uniform)
+    best = max(measured.energy(k) for k in choices(p, chosen.ceiling.params, 0) if (k >= floor).all())
     assert measured.energy(chosen.k) <= best * (1 + 1e-12) + 1e-12
     assert best <= measured.energy(chosen.k) + chosen.gap + 1e-9
 
@@ -160,8 +172,8 @@ def test_the_gap_bounds_the_optimum(policy: Policy, p: Problem, budget: str) -> 
 def test_the_optimum_at_equal_costs(policy: Policy, p: Problem, budget: str) -> None:
     chosen = allocate(p, policy, parse_budget(budget))
     measured = objectives.weighed(p, GREEDY[policy].objective)
-    floor = np.maximum(1, (chosen.ceiling.uniform + 1) // 2) if policy == "spectral" else 1
-    best = max(measured.energy(k) for k in choices(p, chosen.ceiling.params) if (k >= floor).all())
+    floor = floor_of(policy, measured, chosen.ceiling.uniform)
+    best = max(measured.energy(k) for k in choices(p, chosen.ceiling.params, 0) if (k >= floor).all())
     assert measured.energy(chosen.k) == pytest.approx(best)
 
 

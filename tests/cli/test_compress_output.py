@@ -13,17 +13,19 @@ import pytest
 import torch
 from adapter_folders import MakeAdapter, write_mixed_fleet
 
-from loraforge.activation.moments import SCHEMA
+from loraforge.activation.fisher import FisherMoments, core_keys, identity
+from loraforge.activation.inputs import InputMoments
+from loraforge.activation.moments import packed
+from loraforge.activation.moments import write_moments as write_file
 from loraforge.allocate.budget import parse_budget
 from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import BudgetError, InputError, OutputError, UsageError
 from loraforge.export.manifest import load_manifest
 from loraforge.export.options import LAYOUTS, parse_layouts, parse_policy
-from loraforge.files import canonical_json, sha256_file, sha256_text
+from loraforge.files import sha256_file
 from loraforge.fleet.peft_io import open_fleet
 from loraforge.preview import preview
-from loraforge.tensor_file import write_self_hashed
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +59,24 @@ def write_moments(path: Path, fleet: Path) -> Path:
     for number, (name, d_in) in enumerate(modules.items()):
         row, column = torch.tril_indices(d_in, d_in)
         tensors[name] = torch.diag(1.0 + torch.arange(d_in) * (number + 1) / d_in)[row, column]
-    header = {"schema": SCHEMA, "base": "0" * 64, "tokens": 7, "inputs": {name: name for name in tensors}}
+    inputs = {name: name for name in tensors}
+    write_file(
+        path, tensors, {"schema": InputMoments.schema, "base": "0" * 64, "tokens": 7, "inputs": inputs}
+    )
+    return path
 
-    def metadata(sha256: str) -> dict[str, str]:
-        stated = header | {"tensors_sha256": sha256}
-        return {"loraforge": canonical_json(stated | {"header_sha256": sha256_text(canonical_json(stated))})}
 
-    write_self_hashed(path, tensors, metadata)
+def write_fisher(path: Path, fleet: Path) -> Path:
+    """Second moments of core gradients of every module of a fleet; those of some modules are next to nothing."""
+    tensors, adapters = {}, {}
+    for adapter in open_fleet([fleet]):
+        adapters[adapter.name] = identity(adapter)
+        for number, module in enumerate(adapter.modules):
+            matrix = torch.diag(1.0 + torch.arange(module.rank)) * (1e-9 if number % 3 == 1 else 1.0)
+            tensors |= dict.fromkeys(core_keys(adapter.name, module.name), packed(matrix))
+    write_file(
+        path, tensors, {"schema": FisherMoments.schema, "base": "0" * 64, "tokens": 7, "adapters": adapters}
+    )
     return path
 
 
@@ -74,13 +87,18 @@ def write_moments(path: Path, fleet: Path) -> Path:
         ("adapter-relative", "source", "both"),
         ("uniform", "float32", "ragged"),
         ("activation-relative", "bfloat16", "padded"),
+        ("fisher-nofloor", "bfloat16", "both"),
     ],
 )
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_preview_is_what_the_run_does(
     fleet: Path, tmp_path: Path, policy: str, dtype: str, layout: str, cached: bool
 ) -> None:
-    moments = write_moments(tmp_path / "moments", fleet) if policy.startswith("activation") else None
+    moments = None
+    if policy.startswith("activation"):
+        moments = write_moments(tmp_path / "moments", fleet)
+    elif policy.startswith("fisher"):
+        moments = write_fisher(tmp_path / "moments", fleet)
     rest: dict[str, Any] = {
         "cache": tmp_path / "cache",
         "policy": parse_policy(policy),

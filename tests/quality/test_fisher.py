@@ -6,21 +6,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from adapter_folders import MakeAdapter
 from tiny_model import tiny_tokenizer, write_base
 from torch import Tensor
 
+from loraforge.activation.answers import Answered, OpenModel, answer, find_prompts
 from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.fisher import FisherMoments, core_keys, damped, fisher_factors, orthonormal
 from loraforge.activation.fisher_collection import (
-    Answered,
     FisherSettings,
-    answer,
+    answer_log_probabilities,
     backward_draws,
     collect_fisher,
-    find_prompts,
     sample_cores,
     watched,
 )
@@ -28,12 +28,13 @@ from loraforge.activation.inputs import collect_moments
 from loraforge.activation.moments import load_moments
 from loraforge.allocate.budget import parse_budget
 from loraforge.allocate.policy import allocate, problem_of
+from loraforge.allocate.spectral import spectral
 from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.export.manifest import load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
-from loraforge.quality.arms import MergedModel, original_updates
+from loraforge.quality.arms import MergedModel, Update, original_updates
 
 SETTINGS = FisherSettings(draws=2, max_new_tokens=4, batch_size=2)
 PROMPTS = {"a": ["one", "three words here", "2"], "b": ["x y", "zz"]}
@@ -141,7 +142,9 @@ def test_core_gradients_are_autograds(base: Path, make_adapter: MakeAdapter, tmp
     rows = [Answered((5, 6, 7), (8, 9)), Answered((10, 11, 12, 13), (14, 15, 16))]
     draws: list[dict[str, Tensor]] = []
     with watched(model, adapter) as cores:
-        for _ in backward_draws(model, rows, 0, 2, torch.Generator().manual_seed(3)):
+        for _ in backward_draws(
+            model, rows, 0, FisherSettings(draws=2, temperature=2.0), torch.Generator().manual_seed(3)
+        ):
             draws.append(dict(cores))
     assert not torch.equal(
         draws[0]["model.layers.0.self_attn.v_proj"], draws[1]["model.layers.0.self_attn.v_proj"]
@@ -164,11 +167,10 @@ def test_core_gradients_are_autograds(base: Path, make_adapter: MakeAdapter, tmp
             core = torch.zeros(module.rank, module.rank, requires_grad=True)
             changed = weight + q_b.float() @ core @ q_a.float().mT
             logits = functional_call(model, {f"{module.name}.weight": changed}, (ids,)).logits[0, here]
-            root = logits.detach().softmax(-1).sqrt()
+            root = (logits.detach() / 2.0).softmax(-1).sqrt()
             for draw in range(2):
-                vectors = torch.stack([
-                    (torch.diag(q) - torch.outer(q.square(), q)) @ e for q, e in zip(root, noise[draw][part], strict=True)
-                ])  # fmt: skip
+                pairs = zip(root, noise[draw][part], strict=True)
+                vectors = torch.stack([(torch.diag(q) - torch.outer(q**2, q)) @ e for q, e in pairs])
                 (wanted,) = torch.autograd.grad((logits * vectors).sum(), core, retain_graph=True)
                 torch.testing.assert_close(draws[draw][module.name][number], wanted, rtol=2e-3, atol=2e-5)
 
@@ -182,7 +184,7 @@ def test_divergence_is_predicted(base: Path, make_adapter: MakeAdapter, tmp_path
     merged = MergedModel(model)
     merged.merge(original_updates(adapter))
     rows = [Answered((5, 6, 7), (8, 9)), Answered((10, 11), (14, 15, 16))]
-    settings = FisherSettings(draws=400, batch_size=2)
+    settings = FisherSettings(draws=400, batch_size=2, temperature=1.0)
     [(name, (p_out, p_in))] = sample_cores(model, adapter, rows, 0, settings).items()
     assert float(p_out.trace()) == pytest.approx(float(p_in.trace()))
 
@@ -203,6 +205,37 @@ def test_divergence_is_predicted(base: Path, make_adapter: MakeAdapter, tmp_path
             weight.copy_(pristine + 0.02 * torch.outer(q_b[:, i], q_a[:, j]).float())
             total += float((own.exp() * (own - answers())).sum()) / len(rows) / 0.02**2
     assert 0.5 * float(p_out.trace()) == pytest.approx(total, rel=0.15)
+
+
+def test_expected_divergences_are_calibrated(
+    base: Path, fleet_folder: Path, make_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    """What the spectra expect of a truncation to the share that was measured is what happens, adapter by adapter."""
+    settings = replace(SETTINGS, shares=(0.5,))
+    fleet = open_fleet([fleet_folder])
+    fisher = collect_fisher(
+        base, fleet, PROMPTS, tmp_path / "half.safetensors", cache=tmp_path / "c", settings=settings
+    )
+    model = OpenModel(base, "cpu")
+    for adapter, entry in zip(fleet, order_fleet(fleet, tmp_path / "c", fisher), strict=True):
+        whole = sum(module.rank * (module.d_in + module.d_out) for module in adapter.modules)
+        problem = problem_of([entry])
+        k = spectral(problem, whole // 2, np.zeros_like(problem.rank)).k
+        expected = (problem.energy(problem.rank) - problem.energy(k)) / 2
+        model.merged.merge(original_updates(adapter))
+        answered = answer(model.causal, model.tokenizer, PROMPTS[adapter.name], model.pad, settings)
+        own = answer_log_probabilities(model, answered, settings)
+        model.merged.merge({
+            module.name: Update(*entry.factors(module.name, kept), 1.0)
+            for module, kept in zip(adapter.modules, k.tolist(), strict=True)
+        })  # fmt: skip
+        other = answer_log_probabilities(model, answered, settings)
+        model.merged.reset()
+        happened = sum(
+            float((mine.exp() * (mine - theirs)).sum()) for mine, theirs in zip(own, other, strict=True)
+        )
+        assert happened / len(answered) == pytest.approx(expected, rel=0.05)
+        assert expected > 1e-4
 
 
 def test_answers_end_where_they_should(base: Path) -> None:
@@ -322,6 +355,8 @@ def test_command_lines(
     lines = [json.dumps({"prompt": text, "target": "never read"}) for text in PROMPTS["b"]]
     (prompts / "b" / "train.jsonl").write_text("\n".join(lines))
     assert find_prompts(prompts, "b", limit=1) == PROMPTS["b"][:1]
+    with pytest.raises(InputError, match=r"b/validation\.jsonl"):
+        find_prompts(prompts, "b", split="validation")
     assert run(*whole) == 0
     assert "of 2 answers, 2 adapters" in capsys.readouterr().err
     assert run(*collect, "--adapters", fleet_folder) == 2

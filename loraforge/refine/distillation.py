@@ -1,0 +1,124 @@
+"""Self-distillation of one truncated adapter from its original, on the original's own answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loraforge.activation.answers import Answered, AnswerSettings, collate
+from loraforge.errors import InputError
+from loraforge.fleet.train import batches, learning_rate
+from loraforge.quality.arms import Update
+
+
+@dataclass(frozen=True)
+class RefineSettings(AnswerSettings):
+    """How long and how fast a truncated adapter learns.
+
+    Parameters
+    ----------
+    steps: of Adam, each on ``batch_size`` answers; more than there are prompts for go over them again.
+    lr: peak learning rate; it rises over the first ``warmup`` share of the steps and falls to zero as a half cosine.
+    clip: largest gradient norm of a step.
+    seed: of the order of the answers.
+    """
+
+    steps: int = 200
+    lr: float = 1e-3
+    warmup: float = 0.1
+    clip: float = 1.0
+    seed: int = 20261130
+
+
+DEFAULTS = RefineSettings()
+
+
+@dataclass(frozen=True)
+class Refined:
+    """Factors of scale 1 by module, float32 on the CPU, and the mean divergence of an answer at every step, in nats."""
+
+    updates: Mapping[str, Update]
+    curve: tuple[float, ...]
+
+
+def distil(
+    model: Any,
+    original: Mapping[str, Update],
+    truncated: Mapping[str, Update],
+    answered: Sequence[Answered],
+    pad: int,
+    settings: RefineSettings = DEFAULTS,
+) -> Refined:
+    """Minimise KL(original || truncated) over ``answered``, from ``truncated`` on, at unchanged ranks.
+
+    ``model`` is the base model with frozen weights, and is left as it was. Raises InputError where the divergence is
+    not finite any more.
+    """
+    device = model.device
+    student = {
+        name: (
+            update.a.to(device, torch.float32, copy=True).requires_grad_(True),
+            (update.scale * update.b.to(device, torch.float32)).requires_grad_(True),
+        )
+        for name, update in truncated.items()
+    }
+    teacher = {
+        name: (
+            update.a.to(device, model.dtype),
+            (update.scale * update.b.to(device, torch.float32)).to(model.dtype),
+        )
+        for name, update in original.items()
+    }
+    parameters = [factor for pair in student.values() for factor in pair]
+    optimizer = torch.optim.Adam(parameters, lr=settings.lr)
+    lengths = [len(row.prompt) + len(row.answer) for row in answered]
+    curve: list[float] = []
+    for step, rows in enumerate(batches(lengths, settings.batch_size, settings.steps, settings.seed)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings.steps, settings.lr, settings.warmup)
+        ids, positions = (tensor.to(device) for tensor in collate([answered[i] for i in rows], pad))
+        with torch.no_grad(), _beside(model, teacher):
+            wanted = _log_probabilities(model, ids, positions)
+        with _beside(model, student):
+            found = _log_probabilities(model, ids, positions)
+        loss = (wanted.exp() * (wanted - found)).sum() / len(rows)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        curve.append(float(loss.detach()))
+        if not math.isfinite(curve[-1]):
+            raise InputError("the divergence is not finite", key="--lr", remedy="lower it")
+    updates = {name: Update(a.detach().cpu(), b.detach().cpu(), 1.0) for name, (a, b) in student.items()}
+    return Refined(updates, tuple(curve))
+
+
+def _log_probabilities(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """Of every token at ``positions``, float32 [positions, vocabulary]."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+    return torch.log_softmax(model.get_output_embeddings()(hidden).float(), dim=-1)
+
+
+@contextmanager
+def _beside(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Add B A x to the outputs of the modules that ``factors`` name, in the model's dtype."""
+
+    def add(a: Tensor, b: Tensor) -> Any:
+        def forward(_: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
+            x = args[0]
+            return out + (x @ a.to(x.dtype).mT) @ b.to(x.dtype).mT
+
+        return forward
+
+    handles = [model.get_submodule(name).register_forward_hook(add(a, b)) for name, (a, b) in factors.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
