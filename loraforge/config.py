@@ -126,6 +126,9 @@ class StudyConfig(_Strict):
     shared: tuple[SharedBases, ...] = Field(
         ("weighted",), description="variants of shared bases (CTS) to report"
     )
+    refined: tuple[Policy, ...] = Field(
+        (), description="policies whose fleets are refined too, at decide_at, and reported whatever is chosen"
+    )
     budgets: tuple[BudgetText, ...] = Field(("1/12",), description="budgets of every arm")
     iterations: int = Field(100, ge=1, description="alternations of a fit of shared bases")
     steps: FitSteps = Field("exact", description="steps of a fit; power is cheaper and takes more of them")

@@ -43,8 +43,7 @@ def run(
         list[Path] | None, typer.Option(help="files of moments that policies were allocated with, one a norm")
     ] = None,
     expanded: Annotated[
-        list[Path] | None,
-        typer.Option(help="folders of `loraforge cts`, or OUT/ragged of `loraforge refine`, each an arm"),
+        list[Path] | None, typer.Option(help="folders of `loraforge cts` and `refine`, each scored as an arm")
     ] = None,
     selected: Annotated[
         Path | None, typer.Option(help="file of `loraforge eval select`, whose finalists are scored too")

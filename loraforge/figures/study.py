@@ -98,7 +98,8 @@ def one(rows: Table, panel: str, arm: str, budget: str) -> Row | None:
 
 def looks(arms: Sequence[str]) -> dict[str, style.Look]:
     """How every arm is drawn, the same in all figures; no two without a look of their own share marker and colour."""
-    known = [name for name in dict.fromkeys([*FIRST, *get_args(Policy)]) if name not in style.ARMS]
+    refined = [f"{policy}-refined" for policy in get_args(Policy)]
+    known = [name for name in dict.fromkeys([*FIRST, *get_args(Policy), *refined]) if name not in style.ARMS]
     found: dict[str, style.Look] = {}
     for arm in arms:
         place = known.index(arm) if arm in known else len(known)

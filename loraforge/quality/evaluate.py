@@ -23,10 +23,10 @@ from loraforge.activation.moments import Moments, load_moments, stated_norm
 from loraforge.allocate.allocation import AllocationFile, load_allocation
 from loraforge.allocate.policies import RULES
 from loraforge.config import Policy, QualityConfig, Split
-from loraforge.cts.report import REPORT_FILE, load_report
+from loraforge.cts.report import load_report
 from loraforge.digest import source_digest
 from loraforge.errors import InputError, IntegrityError, UsageError
-from loraforge.export.manifest import MANIFEST_FILE, load_manifest
+from loraforge.export.manifest import MANIFEST_FILE, Manifest, load_manifest
 from loraforge.factor.engine import Method
 from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from loraforge.fleet.base_model import tensors_sha256
@@ -47,14 +47,15 @@ from loraforge.quality.harness import LM_EVAL, Harness, resolve_device
 from loraforge.quality.tasks import split_file
 
 SCHEMA = "loraforge.quality/2"
+REFINED = "-refined"  # behind the policy of a compressed fleet that was trained further
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a worker process needs to score adapters; paths as the caller gives them.
 
-    ``moments``: the files that policies were allocated with, one a norm. ``expanded``: folders of ``loraforge cts``,
-    each an arm of its own. ``lanes``: arms of one adapter that are decoded at once.
+    ``moments``: the files that policies were allocated with, one a norm. ``expanded``: folders of ``loraforge cts``
+    and ``refine``, each an arm of its own. ``lanes``: arms of one adapter that are decoded at once.
     """
 
     base: Path
@@ -232,7 +233,7 @@ def _plan(lock: Path, name: str, arm: Arm, settings: Settings) -> _Plan:
         "split": settings.split,
         "arm": arm.name,
         "budget": arm.budget,
-        "parameters": _parameters(adapter, arm, ranks),
+        "parameters": _parameters(adapter, arm, ranks, expanded),
         "task_sha256": digests[examples.name],
         "adapter_sha256": identity["adapter"],
         "model_sha256": model_sha256,
@@ -250,15 +251,18 @@ def _plan(lock: Path, name: str, arm: Arm, settings: Settings) -> _Plan:
     return _Plan(arm, path, about, updates)
 
 
-def _parameters(adapter: Adapter, arm: Arm, ranks: Mapping[str, int] | None) -> int | None:
+def _parameters(
+    adapter: Adapter, arm: Arm, ranks: Mapping[str, int] | None, expanded: Adapter | None
+) -> int | None:
     """Compact parameters that an arm leaves an adapter; None where bases are shared and no adapter's own."""
     if arm == BASE:
         return 0
     if ranks is not None:
         return sum(ranks[module.name] * (module.d_in + module.d_out) for module in adapter.modules)
-    if arm == ORIGINAL:
-        return sum(module.rank * (module.d_in + module.d_out) for module in adapter.modules)
-    return None
+    own = adapter if arm == ORIGINAL else expanded if arm.name.endswith(REFINED) else None
+    if own is None:
+        return None
+    return sum(module.rank * (module.d_in + module.d_out) for module in own.modules)
 
 
 def _longest_first(lock: Path, names: Sequence[str], settings: Settings) -> Iterable[str]:
@@ -327,23 +331,36 @@ def _opened(file: Path) -> Moments:
 def _expanded(folders: tuple[Path, ...], arm: Arm, name: str) -> Adapter | None:
     """Adapter ``name`` of the folder that holds ``arm``; None where none does."""
     found = next((folder for folder in folders if expanded_arm(folder) == arm), None)
-    return None if found is None else open_adapter(found / name)
+    if found is None:
+        return None
+    manifest = _manifest(found)
+    return open_adapter(found / (manifest.fleet.layouts[0] if manifest else "") / name)
 
 
 @cache
 def expanded_arm(folder: Path) -> Arm:
-    """The arm that a folder of ``loraforge cts`` holds, or a layout of a fleet of ``loraforge refine``.
+    """The arm that a folder of ``loraforge cts`` or ``refine`` holds. Raises InputError for another folder."""
+    if manifest := _manifest(folder):
+        return Arm(manifest.fleet.policy + REFINED, str(manifest.fleet.budget.value))
+    report = load_report(folder)
+    return Arm(report.arm, report.budget)
 
-    Raises InputError for another folder.
+
+@cache
+def _manifest(folder: Path) -> Manifest | None:
+    """What a folder of ``loraforge refine`` states; None for one of shared bases.
+
+    Raises InputError for a compressed fleet that was not refined, which is scored by its allocation.
     """
-    if (folder / REPORT_FILE).is_file() or not (folder.parent / MANIFEST_FILE).is_file():
-        report = load_report(folder)
-        return Arm(report.arm, report.budget)
-    manifest = load_manifest(folder.parent)
-    paths = {module.path for entry in manifest.adapters.values() for module in entry.modules.values()}
+    if not (folder / MANIFEST_FILE).is_file():
+        return None
+    manifest = load_manifest(folder)
+    paths = {module.path for adapter in manifest.adapters.values() for module in adapter.modules.values()}
     if paths != {"refined"}:
-        raise InputError("is not refined", path=folder, remedy="name a layout of a refined fleet")
-    return Arm(f"{manifest.fleet.policy}-refined", manifest.fleet.budget.value)
+        raise InputError(
+            "is no refined fleet", path=folder / MANIFEST_FILE, remedy="score its allocation instead"
+        )
+    return manifest
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tiny_model import tiny_model, tiny_tokenizer, write_base
 from loraforge.activation.inputs import collect_moments
 from loraforge.allocate.allocation import AllocationFile, load_allocation, save_allocation
 from loraforge.allocate.budget import parse_budget
+from loraforge.compress import compress
 from loraforge.cts.export import compress_jointly
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.factor.fleet import factorise_fleet
@@ -228,3 +230,21 @@ def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], t
         evaluate_fleet(lock, [TASK], replace(full, moments=()))
     with pytest.raises(InputError, match=r"cts\.json"):
         evaluate_fleet(lock, [TASK], replace(full, expanded=(tmp_path / "ranks",)))
+
+
+def test_a_refined_fleet_is_an_arm_and_a_compressed_one_is_not(
+    study: tuple[Path, Settings], tmp_path: Path
+) -> None:
+    lock, settings = study
+    out = tmp_path / "compressed"
+    compress([lock], parse_budget("1/2"), out, cache=settings.cache, policy="spectral", layouts=("ragged",))
+    compressed = replace(settings, expanded=(out,))
+    with pytest.raises(InputError, match="is no refined fleet"):
+        evaluate_fleet(lock, [TASK], compressed)
+    refined = out.rename(tmp_path / "refined")
+    manifest = refined / "manifest.json"
+    # what refining leaves, but for the numbers
+    manifest.write_text(re.sub(r'"path": "\w+"', '"path": "refined"', manifest.read_text()))
+    records = evaluate_fleet(lock, [TASK], replace(settings, expanded=(refined,)))
+    assert [(record["arm"], record["budget"]) for record in records][-1] == ("spectral-refined", "1/2")
+    assert 0 < records[-1]["parameters"] < records[1]["parameters"]

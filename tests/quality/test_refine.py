@@ -18,7 +18,7 @@ from loraforge.errors import InputError, IntegrityError, OutputError
 from loraforge.export.manifest import Manifest, load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
 from loraforge.quality.arms import Update, original_updates
-from loraforge.quality.harness import expanded_arm
+from loraforge.quality.evaluate import expanded_arm
 from loraforge.refine.distillation import RefineSettings, distil
 from loraforge.refine.fleet import refine_fleet
 from loraforge.runtime.ranks import check_manifest, live_rank
@@ -79,9 +79,9 @@ def test_a_refined_fleet_has_the_form_of_the_compressed_one(
     before, after = load_manifest(compressed), refined(tmp_path, base, "out")
     assert load_manifest(tmp_path / "out") == after
     assert after.fleet == before.fleet.model_copy(update={"allocation_sha256": after.fleet.allocation_sha256})
-    assert expanded_arm(tmp_path / "out" / "ragged") == ("spectral-refined", "1/4")
-    with pytest.raises(InputError, match="is not refined"):
-        expanded_arm(compressed / "ragged")
+    assert expanded_arm(tmp_path / "out") == ("spectral-refined", "1/4")
+    with pytest.raises(InputError, match="is no refined fleet"):
+        expanded_arm(compressed)
     for name, entry in after.adapters.items():
         for layout in after.fleet.layouts:
             folder = tmp_path / "out" / layout / name

@@ -16,6 +16,10 @@ SHARED = [
     for variant in STUDY.shared
     for budget in STUDY.budgets
 ]
+REFINED = [
+    f"{RESULTS}/refined/{policy}_{file_name(STUDY.decide_at)}/manifest.json"
+    for policy in dict.fromkeys(STUDY.refined)
+]
 
 
 rule evaluate_quality:
@@ -76,6 +80,35 @@ rule fit_shared:
     shell:
         "OMP_NUM_THREADS={threads} loraforge cts {params.lock} --budget {params.budget} --variant {wildcards.variant}"
         " --iterations {params.iterations} --steps {params.steps} -o {params.folder} --force 2>&1 | tee {log}"
+
+
+rule refine_fleet:
+    """A compressed fleet whose adapters have learned their originals' own answers to unlabelled prompts."""
+    input:
+        manifest=f"{RESULTS}/fleet/{{policy}}_{{budget}}/manifest.json",
+        base=f"{BASE}/model.safetensors",
+        prompts=PROMPTS,
+    output:
+        f"{RESULTS}/refined/{{policy}}_{{budget}}/manifest.json",
+    log:
+        f"{RESULTS}/logs/refine_fleet_{{policy}}_{{budget}}.log",
+    conda:
+        "../../envs/core.yaml"
+    threads: 1 if ON_GPU else workflow.cores
+    resources:
+        gpu=int(ON_GPU),
+    params:
+        lock=LOCK,
+        compressed=subpath(input.manifest, parent=True),
+        base=subpath(input.base, parent=True),
+        folder=subpath(output[0], parent=True),
+        device=DEVICE,
+        source=source_digest("refine", "activation"),
+    message:
+        "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
+    shell:
+        "loraforge refine {params.compressed} --adapters {params.lock} --base {params.base} --prompts {input.prompts}"
+        " --device {params.device} -o {params.folder} --force 2>&1 | tee {log}"
 
 
 rule score_validation:
@@ -140,7 +173,7 @@ rule score_test:
         f"{RESULTS}/factors.jsonl",
         selected=f"{RESULTS}/study/selected.json",
         ranks=ranks_of(REPORTED),
-        shared=SHARED,
+        expanded=[*SHARED, *REFINED],
         moments=moments_of(REPORTED),
         base=f"{BASE}/model.safetensors",
     output:
@@ -158,8 +191,8 @@ rule score_test:
         cache=CONFIG.factor.cache,
         allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
         moments=lambda wildcards, input: option("--moments", input.moments),
-        shared=lambda wildcards, input: option(
-            "--expanded", [Path(file).parent for file in input.shared]
+        expanded=lambda wildcards, input: option(
+            "--expanded", [Path(file).parent for file in input.expanded]
         ),
         config=scoring("test", list(STUDY.baselines)),
         source=SCORING,
@@ -167,4 +200,5 @@ rule score_test:
         "Score finalists and baselines on the test splits"
     shell:
         "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base} --selected {input.selected}"
-        " --cache {params.cache} --allocations {params.allocations} {params.moments} {params.shared} -o {output} 2>&1 | tee {log}"
+        " --cache {params.cache} --allocations {params.allocations} {params.moments} {params.expanded}"
+        " -o {output} 2>&1 | tee {log}"
