@@ -18,7 +18,7 @@ from loraforge.errors import InputError, IntegrityError, OutputError
 from loraforge.export.manifest import Manifest, load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
 from loraforge.quality.arms import Update, original_updates
-from loraforge.quality.harness import expanded_arm
+from loraforge.quality.evaluate import expanded_arm
 from loraforge.refine.distillation import RefineSettings, distil
 from loraforge.refine.fleet import refine_fleet
 from loraforge.runtime.ranks import check_manifest, live_rank
