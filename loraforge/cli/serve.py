@@ -55,19 +55,11 @@ def vllm(
     The engine is the one of this environment. Prints its command line, then becomes it: signals and the exit code
     are the engine's.
     """
-    from loraforge.errors import UsageError
     from loraforge.runtime.vllm import SWITCH, switch
     from loraforge.runtime.vllm.version import require, require_any, require_plugin, require_torchvision
     from loraforge.serving.launch import command, launch, read_fleet
 
-    said = switch()
-    plugin = said == "1"
-    if pool_bytes is not None and not plugin:
-        raise UsageError(
-            f"is room in LoRAForge's pool, and {SWITCH}={said} serves without it",
-            key="--pool-bytes",
-            remedy=f"leave it out, or unset {SWITCH}",
-        )
+    plugin = _has_pool(switch(), SWITCH, pool_bytes)
     if plugin and not dry_run:  # before anything is read
         require()
         require_plugin()
@@ -104,13 +96,20 @@ def sglang(
     The engine is the one of this environment. Prints its command line, then becomes it: signals and the exit code
     are the engine's.
     """
-    from loraforge.runtime.sglang import SWITCH
-    from loraforge.runtime.sglang.version import require, require_plugin
+    from loraforge.errors import UsageError
+    from loraforge.runtime.sglang import SWITCH, switch
+    from loraforge.runtime.sglang.options import POOL_BYTES, Options
+    from loraforge.runtime.sglang.version import require, require_any, require_plugin
     from loraforge.serving.launch import launch, read_fleet
     from loraforge.serving.launch_sglang import BASE_SLOTS, command
 
-    plugin = os.environ.get(SWITCH, "1") == "1"
-    if plugin and not dry_run:  # before anything is read
+    plugin = _has_pool(switch(), SWITCH, pool_bytes)
+    if plugin and POOL_BYTES in os.environ:
+        raise UsageError("is decided by loraforge serve sglang", key=POOL_BYTES, remedy="pass --pool-bytes")
+    pool = (
+        Options.of(os.environ).pool if plugin else None
+    )  # what means nothing is refused before anything is read
+    if plugin and not dry_run:
         require()
         require_plugin()
     arguments, served = extra or [], read_fleet(fleet)
@@ -124,8 +123,25 @@ def sglang(
         plugin=plugin,
         extra=arguments,
         max_ranks=None,
+        pool=pool,
     )
+    if not dry_run:
+        require_any()
     _become(command(decided, sys.executable, arguments), host, port, dry_run=dry_run)
+
+
+def _has_pool(said: str, switch: str, pool_bytes: int | None) -> bool:
+    """Whether the engine is served through LoRAForge. said: value of ``switch``. Raises UsageError for room in a pool
+    that there is not."""
+    from loraforge.errors import UsageError
+
+    if pool_bytes is not None and said != "1":
+        raise UsageError(
+            f"is room in LoRAForge's pool, and {switch}={said} serves without it",
+            key="--pool-bytes",
+            remedy=f"leave it out, or unset {switch}",
+        )
+    return said == "1"
 
 
 def _become(line: Sequence[str], host: str, port: int, *, dry_run: bool) -> None:

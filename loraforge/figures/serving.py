@@ -1,33 +1,23 @@
-"""What the figures of serving share: one table from records, and its two drawings, curves over rates and bars by arm.
+"""What the figures of serving share: one table from records, and two drawings of it, curves over rates and bars by arm.
 
-A figure of a serving study is one of the two drawings, with the metrics that its study compares.
+A figure of a serving study is one of the two, or the third of :mod:`loraforge.figures.serving_tables`, with the metrics
+that its study compares.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from loraforge.evidence.tables import Row, Table
-from loraforge.evidence.targets.serving import (
-    FULL,
-    GIB,
-    Item,
-    Terms,
-    averages,
-    compared,
-    counts,
-    peaks,
-    pools,
-    setting,
-    terms,
-)
+from loraforge.evidence.targets.serving_study import GIB, Item, Study, Terms, study
 from loraforge.figures import style
 from loraforge.figures.kernels import number, times
 from loraforge.figures.style import Look
 from loraforge.serving.arms import Arm
+from loraforge.serving.records import Stop
 from loraforge.serving.workload import Fixed, Lengths, LogNormal
 
 if TYPE_CHECKING:
@@ -67,6 +57,10 @@ METRICS = {
     "pool_gib": Metric("Held for LoRA", "GiB"),
     "peak_gib": Metric("Peak allocated", "GiB"),
 }
+# those of a figure's table; a printed table has its own
+SHOWN = ("tok_s", "ttft_p50_s", "tpot_p99_ms", "loads", "source_gib")
+# how answers end, where a study has several ways, as the paper's table 6 calls them
+WAYS: dict[Stop, str] = {"natural": "N", "early": "N", "exact": "E-I", "exact-eos": "E-N"}
 # what the titles of panels do not say
 MEANINGS = {
     "loads": "adapters put on the device in the timed window.",
@@ -86,27 +80,32 @@ COLUMNS = ("panel", "arm", "name", "rate", "value", "std", "n")
 def table(records: Sequence[Item]) -> Table:
     """Rows of these panels:
 
-    - a metric by arm and rate: mean, sample standard deviation and number of seeds; ``pool_gib`` and ``peak_gib`` are
-      of an arm at all its rates
+    - a metric by case (``arm``) and rate: mean, sample standard deviation and number of seeds; ``pool_gib`` and
+      ``peak_gib`` are of an arm at all its rates
     - ``gain``: output tokens a second of ``arm`` in times of those of the arm ``name``, geometric mean over seeds
     - ``subject``, ``sample``, ``note``: the caption
     """
+    return rows_of(study(records))
+
+
+def rows_of(found: Study, metrics: Sequence[str] = SHOWN) -> Table:
+    """The rows of :func:`table` with these metrics; those of schedulers have the fleet as ``name``."""
     empty: Row = dict.fromkeys(COLUMNS)
     rows: Table = []
-    for average in averages(records):
-        if average.metric in METRICS:
-            where: Row = {"panel": average.metric, "arm": average.arm, "rate": average.rate}
+    for average in (*found.averages, *found.admissions):
+        if average.metric in metrics:
+            where: Row = {"panel": average.metric, "arm": average.case, "rate": average.rate}
             over = average.over
-            rows.append(empty | where | {"value": over.mean, "std": over.std, "n": average.seeds})
-    for panel, held in (("pool_gib", pools(records)), ("peak_gib", peaks(records))):
+            value: Row = {"value": over.mean, "std": over.std, "n": average.seeds, "name": average.fleet}
+            rows.append(empty | where | value)
+    for panel, held in (("pool_gib", found.pools), ("peak_gib", found.peaks)):
         rows += [empty | {"panel": panel, "arm": arm, "value": size / GIB} for arm, size in held.items()]
-    for gain in compared(records, "tok_s"):
-        where = {"panel": "gain", "arm": gain.arm, "name": gain.other, "rate": gain.rate}
+    for gain in found.compared("tok_s"):
+        where = {"panel": "gain", "arm": gain.case, "name": gain.other, "rate": gain.rate}
         rows.append(empty | where | {"value": gain.value})
-    said = terms(records)
-    rows.append(empty | {"panel": "subject", "name": _subject(setting(records).engine, said)})
-    rows.append(empty | {"panel": "sample", "name": _sample(records)})
-    return rows + [empty | {"panel": "note", "name": words} for words in _notes(records, said)]
+    rows.append(empty | {"panel": "subject", "name": _subject(found.setting.engine, found.terms)})
+    rows.append(empty | {"panel": "sample", "name": _sample(found)})
+    return rows + [empty | {"panel": "note", "name": words} for words in _notes(found)]
 
 
 def _subject(engine: str, said: Terms) -> str:
@@ -115,9 +114,9 @@ def _subject(engine: str, said: Terms) -> str:
     return f"{engine}, fleet {next(iter(said.fleets))}"
 
 
-def _sample(records: Sequence[Item]) -> str:
+def _sample(found: Study) -> str:
     """``1,700 requests and 3 seeds a point``; ranges where rates differ in them."""
-    loads = setting(records).workloads
+    loads = found.setting.workloads
     sizes = [load.requests for load in loads]
     seeds = [sum(other.rate == load.rate for other in loads) for load in loads]
     return f"{_range(sizes)} requests and {_range(seeds)} {'seed' if max(seeds) == 1 else 'seeds'} a point"
@@ -128,14 +127,28 @@ def _range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
-def _notes(records: Sequence[Item], said: Terms) -> list[str]:
+def _notes(found: Study) -> list[str]:
     """What else a reader has to know: lengths and stopping, fleets without weights, budgets, and what went wrong."""
+    said = found.terms
     words = {name: _lengths(fleet.output_tokens) for name, fleet in said.fleets.items()}
     if len(set(words.values())) > 1:
         lengths = "; ".join(f"{text} ({name})" for name, text in words.items())
     else:
         lengths = next(iter(words.values()))
-    if said.stop == "natural":
+    if said.stops:
+        notes = [f"Output lengths are fixed, for all cases alike: {lengths}."]
+        if "natural" in said.stops:
+            notes = [
+                f"N: answers end by themselves, at the latest after {lengths}; exact lengths are theirs."
+            ]
+        caps = [f"{fleet.cap_tokens:,} ({name})" for name, fleet in said.fleets.items() if fleet.cap_tokens]
+        if "early" in said.stops:
+            declared = " and ".join(caps)
+            notes.append(
+                f"N: requests declare {declared} tokens, and the engine ends answers before, as at EOS."
+            )
+        notes.append("E-I: requests declare exact lengths, EOS ignored; E-N: the same, EOS not ignored.")
+    elif said.stop == "natural":
         notes = [f"Answers end by themselves, at the latest after {lengths}."]
         if said.lengths_of is not None:
             notes.append(f"The base model alone repeats the lengths of: {label_of(said.lengths_of)}.")
@@ -155,15 +168,19 @@ def _notes(records: Sequence[Item], said: Terms) -> list[str]:
     ]
     if budgets:
         notes.append(f"Adapters are bounded to {' and '.join(budgets)}.")
+    if found.admissions:
+        notes.append(
+            "Prefill, decode: mean tokens of a step with prompts, largest batch; in a window's first minute."
+        )
     if said.decode_steps:
         notes.append(f"Admissions wait for {said.decode_steps} decode steps after a prefill.")
-    found = counts(records)
-    if found["failed"]:
-        notes.append(f"{found['failed']:,} of {found['requests']:,} requests failed and count for nothing.")
-    if found["points"] < found["points_declared"]:
-        missing = found["points_declared"] - found["points"]
+    counts = found.counts
+    if counts["failed"]:
+        notes.append(f"{counts['failed']:,} of {counts['requests']:,} requests failed and count for nothing.")
+    if counts["points"] < counts["points_declared"]:
+        missing = counts["points_declared"] - counts["points"]
         notes.append(
-            f"{missing} of {found['points_declared']} points are not shown: seeds were not measured."
+            f"{missing} of {counts['points_declared']} points are not shown: seeds were not measured."
         )
     return notes
 
@@ -178,16 +195,29 @@ def _lengths(lengths: Lengths) -> str:
 
 def draw_curves(rows: Table, context: style.Context) -> Figure:
     """A panel each for throughput and the two latencies over the offered rate, a line an arm."""
-    small = _caption(rows, context, [*_gains(rows), *_loads(rows)])
+    return draw_curves_of({"": rows}, context)
+
+
+def draw_curves_of(parts: Mapping[str, Table], context: style.Context) -> Figure:
+    """The same for several studies, a row of panels each; their names are in the titles."""
+    told = [
+        f"{name}: {line}" if name else line
+        for name, rows in parts.items()
+        for line in (*_gains(rows), *_loads(rows))
+    ]
+    small = caption(parts, context, told)
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
     with style.styled():
-        figure = style.new_figure(2.2 + LINE_HEIGHT * len(small))
-        panels = figure.subplots(1, len(CURVES))
-        for letter, name, axes in zip("abc", CURVES, panels, strict=True):
-            _curves(axes, [row for row in rows if row["panel"] == name], METRICS[name])
-            axes.set_title(f"({letter}) {METRICS[name].title}")
-            axes.set_xlabel("Offered requests a second")
-            axes.set_ylabel(METRICS[name].label)
-        handles = panels[0].get_legend_handles_labels()[0]
+        figure = style.new_figure(0.4 + 1.8 * len(parts) + LINE_HEIGHT * len(small))
+        panels = figure.subplots(len(parts), len(CURVES), squeeze=False)
+        for (part, rows), line in zip(parts.items(), panels, strict=True):
+            for name, axes in zip(CURVES, line, strict=True):
+                _curves(axes, [row for row in rows if row["panel"] == name], METRICS[name])
+                title = METRICS[name].title + (f", {part}" if part else "")
+                axes.set_title(f"({next(letters)}) {title}")
+                axes.set_xlabel("Offered requests a second")
+                axes.set_ylabel(METRICS[name].label)
+        handles = panels[0][0].get_legend_handles_labels()[0]
         figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=6.5)
         style.caption(figure, "\n".join(small))
         return figure
@@ -199,7 +229,7 @@ def draw_bars(rows: Table, context: style.Context, metrics: Sequence[str]) -> Fi
     arms = list(dict.fromkeys(str(row["arm"]) for row in rows if row["panel"] == "tok_s"))
     rates = sorted({number(row, "rate") for row in rows if row["panel"] == "tok_s"})
     told = [f"{METRICS[name].title}: {meaning}" for name, meaning in MEANINGS.items() if name in there]
-    small = _caption(rows, context, [" ".join([BRACKETS, *told]), *_gains(rows)])
+    small = caption({"": rows}, context, [" ".join([BRACKETS, *told]), *_gains(rows)])
     widths = [1.5 if name == "tok_s" else 1.0 for name in there]
     with style.styled():
         figure = style.new_figure((0.2 * len(arms) + 0.6) * len(rates) + LINE_HEIGHT * len(small) + 0.2)
@@ -220,14 +250,24 @@ def draw_bars(rows: Table, context: style.Context, metrics: Sequence[str]) -> Fi
         return figure
 
 
-def look_of(arm: str) -> Look:
-    """The look of an arm; one with room for every adapter looks like the same without."""
-    return ARMS.get(arm.removesuffix(FULL)) or Look(arm, "#4d4d4d", "X", ":", "++++")
+def look_of(case: str) -> Look:
+    """The look of a case; room for every adapter, copies and ways to end answers change nothing of it."""
+    arm = _arm_of(case)
+    return ARMS[replace(arm, full=False, copies=1).name]
 
 
-def label_of(arm: str) -> str:
-    """``Original, native``, and where every adapter has room ``Original, native, room for all``."""
-    return look_of(arm).label + (f", {ALL_FIT}" if arm.endswith(FULL) else "")
+def label_of(case: str) -> str:
+    """``Original, native``; where every adapter has room ``Original, native, room for all``; and so on."""
+    arm, stop = _arm_of(case), case.partition(".")[2]
+    parts = [look_of(case).label]
+    parts += [ALL_FIT] if arm.full else []
+    parts += [f"{arm.copies} names each"] if arm.copies > 1 else []
+    parts += [words for way, words in WAYS.items() if way == stop]
+    return ", ".join(parts)
+
+
+def _arm_of(case: str) -> Arm:
+    return Arm.parse(case.partition(".")[0])
 
 
 def _curves(axes: Axes, rows: Table, metric: Metric) -> None:
@@ -310,28 +350,32 @@ def shown(value: float) -> str:
     return f"{value:.{0 if value >= 19.95 else 1 if value >= 1.995 else 2}f}"
 
 
-def _by_execution(arm: str, other: str) -> bool:
-    """Whether two arms differ by execution alone."""
-    one, two = Arm.parse(arm), Arm.parse(other)
-    return (one.weights, one.full) == (two.weights, two.full) and one.execution != two.execution
+def _by_execution(case: str, other: str) -> bool:
+    """Whether two cases differ by execution alone."""
+    one, two = _arm_of(case), _arm_of(other)
+    return one != two and replace(one, execution=two.execution) == two
 
 
-def _limited(*arms: str) -> tuple[str, ...]:
-    """Arms by their names without room for all."""
-    return tuple(arm.removesuffix(FULL) for arm in arms)
+def _is_told(case: str, other: str) -> bool:
+    """Whether a gain is named: of the compressed arm over what it is held against, of room for all over room for some,
+    and of several names an adapter over one."""
+    one, two = _arm_of(case), _arm_of(other)
+    if (one.limited.name, two.limited.name) in HEADLINES:
+        return True
+    return one != two and two in (one.limited, one.single)
 
 
 def _gains(rows: Table) -> list[str]:
-    """Throughput of the compressed arm over what it is held against, and of room for all over room for some."""
+    """The gains in throughput that are named."""
     said: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        arm, other = str(row["arm"]), str(row["name"])
-        if row["panel"] == "gain" and (arm.removesuffix(FULL) == other or _limited(arm, other) in HEADLINES):
+        case, other = str(row["arm"]), str(row["name"])
+        if row["panel"] == "gain" and _is_told(case, other):
             at = f"{times(number(row, 'value'))} at {number(row, 'rate'):g}"
-            said.setdefault((arm, other), []).append(at)
+            said.setdefault((case, other), []).append(at)
     if not said:
         return []
-    pairs = [f"{label_of(arm)} over {label_of(other)} {', '.join(at)}" for (arm, other), at in said.items()]
+    pairs = [f"{label_of(case)} over {label_of(other)} {', '.join(at)}" for (case, other), at in said.items()]
     return [f"Output tokens a second, geometric mean over seeds: {'; '.join(pairs)}."]
 
 
@@ -347,12 +391,16 @@ def _loads(rows: Table) -> list[str]:
     return [f"Adapter loads in the timed window at {rate:g} a second, mean over seeds: {'; '.join(said)}."]
 
 
-def _caption(rows: Table, context: style.Context, lines: Sequence[str]) -> list[str]:
-    """The lines of the small print: what served whom and where, how, and ``lines``."""
-    said = {panel: [str(row["name"]) for row in rows if row["panel"] == panel] for panel in CAPTION}
-    (subject,), (sample,) = said["subject"], said["sample"]
-    spread = (
-        ["Whiskers: standard deviation over seeds."] if any(row["std"] is not None for row in rows) else []
-    )
-    told = [context.line(sample, subject), " ".join([*said["note"], *spread]), *lines]
-    return [part for line in told for part in textwrap.wrap(line, LINE)]
+def caption(
+    parts: Mapping[str, Table], context: style.Context, lines: Sequence[str], spread: str = "Whiskers"
+) -> list[str]:
+    """The lines of the small print: what served whom and where, how, and ``lines``; what several studies say alike is
+    said once. spread: what shows deviations."""
+    told: list[str] = []
+    for rows in parts.values():
+        said = {panel: [str(row["name"]) for row in rows if row["panel"] == panel] for panel in CAPTION}
+        (subject,), (sample,) = said["subject"], said["sample"]
+        deviates = any(row["std"] is not None for row in rows)
+        deviations = [f"{spread}: standard deviation over seeds."] if deviates else []
+        told += [context.line(sample, subject), " ".join([*said["note"], *deviations])]
+    return [part for line in dict.fromkeys((*told, *lines)) for part in textwrap.wrap(line, LINE)]

@@ -1,44 +1,34 @@
 """Fleet locks: which adapters over which base model, by size and SHA-256.
 
-A lock names files relative to itself, so that a folder with its lock can be moved as a whole. Here a lock is read,
-written and re-hashed, without torch: the audit does all three. Locks are made in :mod:`loraforge.fleet.locking`, and
-adapters opened through one in :mod:`loraforge.fleet.source`.
+A lock names files relative to itself, so that a folder with its lock can be moved as a whole, or in hubs and at URLs
+(:mod:`loraforge.fleet.locked_sources`), from where they come into the user's store. Here a lock is read, written and
+re-hashed, without torch or network: the audit does all three. Locks are made in :mod:`loraforge.fleet.locking`, fetched
+in :mod:`loraforge.fleet.download`, and adapters opened through one in :mod:`loraforge.fleet.source`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import sha256_file, write_json
+from loraforge.fleet.locked_sources import Name, PathSource, Sha256, Source, Strict, key_parts
+from loraforge.fleet.store import Store
 from loraforge.fleet.untrusted_json import read_untrusted_json, shown
-from loraforge.fleet.untrusted_path import plain_name, require_regular
+from loraforge.fleet.untrusted_path import require_regular
 from loraforge.progress import track
 from loraforge.threads import in_threads
 
 MAX_LOCK_BYTES = 32 << 20  # some ten thousand adapters of several files
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_NOT_KNOWN = frozenset({"bytes", "sha256", "files", "commit"})  # what a list of adapters lacks to be a lock
 
 
-def _plain(name: str) -> str:
-    if not plain_name(name):
-        raise ValueError("must be one plain name, no path")
-    return name
-
-
-Name = Annotated[str, AfterValidator(_plain)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class LockedFile(_Strict):
+class LockedFile(Strict):
     """One file of an adapter."""
 
     name: Name
@@ -46,30 +36,27 @@ class LockedFile(_Strict):
     sha256: Sha256
 
 
-class PathSource(_Strict):
-    """A folder, relative to the lock file (POSIX separators)."""
-
-    path: str = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _relative(self) -> PathSource:
-        if Path(self.path).is_absolute():
-            raise ValueError("must be relative to the lock file")
-        if not all(map(plain_name, PurePosixPath(self.path).parts)) and self.path != ".":
-            raise ValueError("must stay in the lock file's folder: put the lock beside or above its adapters")
-        return self
-
-
-class LockedAdapter(_Strict):
+class LockedAdapter(Strict):
     """One adapter; ``task`` is that of its recipe, where it has one."""
 
     name: Name
     task: str | None = None
-    source: PathSource
+    source: Source
     files: tuple[LockedFile, ...] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def _once(self) -> LockedAdapter:
+        if len(self.hashes) != len(self.files):
+            raise ValueError("two files have the same name")
+        return self
 
-class LockedBase(_Strict):
+    @property
+    def hashes(self) -> dict[str, str]:
+        """File name -> SHA-256."""
+        return {file.name: file.sha256 for file in self.files}
+
+
+class LockedBase(Strict):
     """The base model: its name in the adapters, where it comes from, and hashes of its files and tensors."""
 
     name: str
@@ -78,7 +65,7 @@ class LockedBase(_Strict):
     tensors_sha256: Sha256 | None = None
 
 
-class FleetLock(_Strict):
+class FleetLock(Strict):
     """A whole fleet (``<fleet>.lock.json``)."""
 
     schema_: Literal["loraforge.fleet-lock/1"] = Field("loraforge.fleet-lock/1", alias="schema")
@@ -94,12 +81,20 @@ class FleetLock(_Strict):
         return self
 
     def folder(self, adapter: LockedAdapter, lock: Path) -> Path:
-        """Where the files of ``adapter`` lie, for a lock read from the file ``lock``."""
-        return Path(os.path.normpath(Path(lock).parent / adapter.source.path))
+        """Where the files of ``adapter`` lie, for a lock read from the file ``lock``: beside it, or in the user's
+        store, once they have been fetched."""
+        if isinstance(adapter.source, PathSource):
+            return Path(os.path.normpath(Path(lock).parent / adapter.source.path))
+        return Store.of_user().folder(adapter.hashes)
 
     def local_files(self, lock: Path) -> list[Path]:
-        """All locked files, for a lock read from the file ``lock``."""
-        return [self.folder(adapter, lock) / file.name for adapter in self.adapters for file in adapter.files]
+        """All locked files that lie beside a lock read from the file ``lock``."""
+        return [
+            self.folder(adapter, lock) / file.name
+            for adapter in self.adapters
+            if isinstance(adapter.source, PathSource)
+            for file in adapter.files
+        ]
 
 
 def load_lock(path: Path) -> FleetLock:
@@ -109,8 +104,15 @@ def load_lock(path: Path) -> FleetLock:
         return FleetLock.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(key_parts(first["loc"]))
         remedy = "make it with `loraforge fleet lock`"
+        if first["type"] == "missing" and first["loc"][-1] in _NOT_KNOWN:
+            raise InputError(
+                "has no hashes, and without them nothing is fetched or opened",
+                path=path,
+                key=shown(key),
+                remedy=remedy,
+            ) from error
         raise InputError(
             f"not a fleet lock ({first['msg']})", path=path, key=shown(key) or None, remedy=remedy
         ) from error
@@ -130,9 +132,9 @@ def verify(path: Path) -> FleetLock:
     lock = load_lock(path)
 
     def check(adapter: LockedAdapter) -> None:
-        folder = lock.folder(adapter, path)
+        folder, local = lock.folder(adapter, path), isinstance(adapter.source, PathSource)
         for file in adapter.files:
-            _verify_file(folder / file.name, file, path)
+            _verify_file(folder / file.name, file, path.parent if local else folder, _remedy(path, local))
 
     for _ in track(in_threads(check, lock.adapters), "verify", len(lock.adapters)):
         pass
@@ -150,15 +152,18 @@ def fleet_name(paths: Sequence[Path]) -> str:
     return load_lock(first).name if is_lock(first) else first.resolve().name
 
 
-def _verify_file(path: Path, file: LockedFile, lock: Path) -> None:
-    remedy = (
-        f"restore the file, or make the lock anew with `loraforge fleet lock` if the change is meant ({lock})"
-    )
+def _remedy(lock: Path, local: bool) -> str:
+    if local:
+        return f"restore the file, or make the lock anew with `loraforge fleet lock` if the change is meant ({lock})"
+    return f"fetch it with `loraforge fleet fetch {lock}`"
+
+
+def _verify_file(path: Path, file: LockedFile, place: Path, remedy: str) -> None:
     if not path.is_file():
         raise IntegrityError(
             f"file not found, but locked with SHA-256 {file.sha256}", path=path, remedy=remedy
         )
-    require_regular(path, lock.parent)
+    require_regular(path, place)
     size, found = path.stat().st_size, sha256_file(path)
     if size != file.bytes:
         raise IntegrityError(

@@ -1,24 +1,33 @@
-"""Making a fleet lock: adapters are opened, so that nothing unusable is locked, and their files hashed."""
+"""Making a fleet lock: adapters are fetched and opened, so that nothing unusable is locked, and their files hashed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from loraforge.errors import InputError
+from loraforge.errors import InputError, UsageError
 from loraforge.files import sha256_file
-from loraforge.fleet.lock import FleetLock, LockedAdapter, LockedBase, LockedFile, PathSource
+from loraforge.fleet.download.archive import folder_of, is_archive, open_archive
+from loraforge.fleet.download.fleet import CONNECTIONS
+from loraforge.fleet.download.http import Http, tokens_of_environment
+from loraforge.fleet.download.hub import Hub
+from loraforge.fleet.download.origins import HISTORY, ArchiveOrigin, HubOrigin, Origin, UrlOrigin, collect
+from loraforge.fleet.download.remote import Remote
+from loraforge.fleet.download.transfer import fetch_file, run_all
+from loraforge.fleet.lock import FleetLock, LockedAdapter, LockedBase, LockedFile
+from loraforge.fleet.locked_sources import ArchiveSource, HubSource, PathSource, Source, UrlSource
+from loraforge.fleet.offline import is_offline
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_config import CONFIG_NAME
-from loraforge.fleet.peft_io import Adapter, open_fleet
-from loraforge.progress import track
-
-# The history of an adapter, beside what decides it; other files (a model card, say) may change freely.
-_OPTIONAL = ("recipe.yaml", "training.json")
+from loraforge.fleet.peft_io import Adapter, check_fleet, find_adapters, open_adapter
+from loraforge.fleet.spec import FleetSpec, HubEntry, PathEntry, UrlEntry, parse_spec
+from loraforge.fleet.store import Store
+from loraforge.fleet.untrusted_path import plain_name
+from loraforge.fleet.untrusted_yaml import read_untrusted_yaml
+from loraforge.progress import Ticker, progress, track
 
 
 def make_lock(
@@ -35,19 +44,153 @@ def make_lock(
     is described by name, and by its pins where this package ships them. Raises InputError for whatever
     :func:`open_fleet` refuses, for a ``base`` without safetensors, and for an adapter outside the lock's folder.
     """
-    fleet = open_fleet(adapters, options)
+    spec = parse_spec({"adapters": [{"path": str(folder)} for folder in adapters]}, None)
+    return lock_spec(spec, Path(), path, name=name, base=base, options=options)
+
+
+def lock_spec(
+    spec: FleetSpec,
+    place: Path,
+    path: Path,
+    *,
+    name: str,
+    base: Path | None = None,
+    options: ReadOptions = DEFAULT,
+    connections: int = CONNECTIONS,
+    offline: bool = False,
+) -> FleetLock:
+    """Fetch, open and hash what ``spec`` lists, for a lock that will be written to ``path``; its folders are relative
+    to the folder ``place``.
+
+    Revisions become commits. What is fetched stays in the user's store, so that the lock can be used at once. Raises as
+    :func:`make_lock` does and :func:`~loraforge.fleet.download.transfer.fetch_file`; InputError for adapters of another
+    base model than ``spec`` states, and offline for what is elsewhere.
+    """
+    if not plain_name(name):
+        raise UsageError("cannot name a fleet: it must be one plain name", key=ascii(name))
+    found = [found for one in _found(spec, place, path, options, connections, offline) for found in one]
+    fleet = check_fleet([_opened(one, options) for one in found])
+    if spec.base_model not in (None, fleet[0].base_model):
+        raise InputError(
+            f"base model is {fleet[0].base_model!r}, but the specification has {spec.base_model!r}",
+            path=found[0].shown,
+            key="base_model_name_or_path",
+            remedy="list adapters of that base model",
+        )
     described = _pinned_base(fleet[0].base_model) if base is None else _hashed_base(fleet[0].base_model, base)
-    locked = [_lock_adapter(adapter, path) for adapter in track(fleet, "hash", len(fleet))]
+    pairs = zip(fleet, found, strict=True)
+    locked = [_lock_adapter(adapter, one, path) for adapter, one in track(pairs, "hash", len(fleet))]
     return FleetLock(name=name, base_model=described, adapters=tuple(locked))
 
 
-def _lock_adapter(adapter: Adapter, lock: Path) -> LockedAdapter:
+@dataclass(frozen=True)
+class _Found:
+    """An adapter's folder here; ``source`` where it came from elsewhere, and ``shown`` as messages name that."""
+
+    folder: Path
+    name: str | None
+    source: Source | None
+    shown: str
+
+
+def _found(
+    spec: FleetSpec, place: Path, lock: Path, options: ReadOptions, connections: int, offline: bool
+) -> Iterator[list[_Found]]:
+    remote = [entry for entry in spec.adapters if not isinstance(entry, PathEntry)]
+    fetched: dict[HubEntry | UrlEntry, _Found] = {}
+    if remote:
+        if offline or is_offline():
+            raise InputError(
+                f"{len(remote)} adapters are elsewhere, and the network is off",
+                path=lock,
+                remedy="make the lock where there is one",
+            )
+        store = Store.of_user()
+        store.prepare()
+        with (
+            Http(tokens_of_environment(), connections=connections) as http,
+            progress("fetch", len(remote)) as ticker,
+        ):
+            hub = Hub(http) if any(isinstance(entry, HubEntry) for entry in remote) else None
+            calls = [partial(_fetched, entry, store, http, hub, options, ticker) for entry in remote]
+            fetched = dict(zip(remote, run_all(http, calls, connections), strict=True))
+    for entry in spec.adapters:
+        if not isinstance(entry, PathEntry):
+            yield [fetched[entry]]
+            continue
+        folders = find_adapters([place / entry.path])
+        if entry.name is not None and len(folders) > 1:
+            raise InputError(
+                f"holds {len(folders)} adapters, which cannot all be named {entry.name!r}",
+                path=place / entry.path,
+                remedy="name one of its folders, or leave the name out",
+            )
+        yield [_Found(folder, entry.name, None, str(folder)) for folder in folders]
+
+
+def _fetched(
+    entry: HubEntry | UrlEntry,
+    store: Store,
+    http: Http,
+    hub: Hub | None,
+    options: ReadOptions,
+    ticker: Ticker,
+) -> _Found:
+    def bring(origin: Origin, source: Callable[[], Source]) -> _Found:
+        files = collect(origin, store, allow_pickle=options.allow_pickle)
+        folder = store.link({name: file.sha256 for name, file in sorted(files.items())})
+        ticker.advance(origin.shown)
+        return _Found(folder, entry.default_name, source(), origin.shown)
+
+    if isinstance(entry, HubEntry):
+        assert hub is not None
+        repository = hub.repository(entry.hub, entry.revision)
+        return bring(
+            HubOrigin(hub, repository, entry.subfolder, store, http),
+            lambda: HubSource(
+                hub=entry.hub, commit=repository.commit, revision=entry.revision, subfolder=entry.subfolder
+            ),
+        )
+    if not is_archive(entry.url):
+        return bring(UrlOrigin(entry.url, entry.files, store, http), lambda: UrlSource(url=entry.url))
+    remote = Remote(entry.url)
+    whole = fetch_file(remote, store, http)
+    with open_archive(store.blob(whole.sha256), entry.url) as archive:
+        folder = folder_of(archive, entry.folder, CONFIG_NAME)
+        return bring(
+            ArchiveOrigin(archive, folder, remote.shown, store),
+            lambda: ArchiveSource(archive=entry.url, bytes=whole.bytes, sha256=whole.sha256, folder=folder),
+        )
+
+
+def _opened(found: _Found, options: ReadOptions) -> Adapter:
+    if found.source is None:
+        return open_adapter(found.folder, name=found.name, options=options)
+    try:
+        return open_adapter(found.folder, name=found.name, options=options)
+    except InputError as error:  # a folder of the store tells nobody which adapter it is
+        file = "" if error.path is None else f"/{Path(error.path).name}"
+        raise InputError(
+            error.problem, path=f"{found.shown}{file}", key=error.key, remedy=error.remedy
+        ) from error
+
+
+def _lock_adapter(adapter: Adapter, found: _Found, lock: Path) -> LockedAdapter:
     deciding = (CONFIG_NAME, *(file.name for file in (*adapter.weights.others, *adapter.weights.files)))
-    present = [name for name in _OPTIONAL if (adapter.path / name).is_file()]
+    present = [name for name in HISTORY if (adapter.path / name).is_file()]
     files = [
         LockedFile(name=name, bytes=path.stat().st_size, sha256=sha256_file(path))
         for name, path in ((name, adapter.path / name) for name in (*deciding, *present))
     ]
+    return LockedAdapter(
+        name=adapter.name,
+        task=_task(adapter.path / "recipe.yaml"),
+        source=_relative(adapter, lock) if found.source is None else found.source,
+        files=tuple(files),
+    )
+
+
+def _relative(adapter: Adapter, lock: Path) -> PathSource:
     place = Path(lock).resolve().parent
     if not adapter.path.resolve().is_relative_to(place):
         raise InputError(
@@ -55,23 +198,24 @@ def _lock_adapter(adapter: Adapter, lock: Path) -> LockedAdapter:
             path=adapter.path,
             remedy="put the lock beside or above its adapters",
         )
-    relative = os.path.relpath(adapter.path.resolve(), place)
-    return LockedAdapter(
-        name=adapter.name,
-        task=_task(adapter.path / "recipe.yaml"),
-        source=PathSource(path=Path(relative).as_posix()),
-        files=tuple(files),
-    )
+    relative = Path(os.path.relpath(adapter.path.resolve(), place))
+    if not all(map(plain_name, relative.parts)):
+        raise InputError(
+            "is below a folder whose name no lock can hold",
+            path=ascii(str(adapter.path)),
+            remedy="rename that folder",
+        )
+    return PathSource(path=relative.as_posix())
 
 
 def _task(recipe: Path) -> str | None:
+    """The task that a recipe names, which may be a stranger's."""
     if not recipe.is_file():
         return None
-    try:
-        value: Any = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"not valid YAML ({str(error).splitlines()[0]})", path=recipe) from error
+    value = read_untrusted_yaml(recipe)
     task = value.get("task") if isinstance(value, dict) else None
+    if task is not None and not isinstance(task, str | int):
+        raise InputError("must be one word", path=recipe, key="task")
     return None if task is None else str(task)
 
 

@@ -8,6 +8,13 @@ from contextlib import contextmanager
 
 from loraforge.errors import MissingDependencyError
 
+_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def is_offline() -> bool:
+    """Whether the environment keeps this process off the network, by the switches of the Hugging Face libraries."""
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _SWITCHES)
+
 
 @contextmanager
 def offline_imports() -> Iterator[None]:
@@ -16,7 +23,7 @@ def offline_imports() -> Iterator[None]:
     They read the switches when they are imported, and a process that trains or converts never needs the network
     again: the switches stay. Raises MissingDependencyError, which names the package, where one is not installed.
     """
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ.update(dict.fromkeys(_SWITCHES, "1"))
     try:
         yield
     except ImportError as error:

@@ -6,18 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraforge.errors import InputError, UsageError
-from loraforge.fleet.lock import LockedBase, is_lock, verify
+from loraforge.fleet.download.fleet import fetch_fleet
+from loraforge.fleet.lock import LockedBase, is_lock, load_lock, verify
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, open_adapter, open_fleet
+from loraforge.fleet.spec import is_spec
 
 
 def open_source(paths: Sequence[Path], options: ReadOptions = DEFAULT) -> list[Adapter]:
     """Open the fleet of one ``.json`` lock (hashes checked), or the adapters in the folders named.
 
-    Raises UsageError where a lock is mixed with other arguments, IntegrityError for bytes that the lock does
-    not state, and InputError as :func:`open_fleet` does.
+    What a lock names elsewhere and the user's store lacks is fetched first. Raises UsageError where a lock is mixed
+    with other arguments, or a fleet specification is named in place of its lock, IntegrityError for bytes that the
+    lock does not state, and InputError as :func:`open_fleet` does.
     """
+    for path in paths:
+        if is_spec(path):
+            raise UsageError(
+                "is a list of adapters without hashes, and without them nothing is fetched or opened",
+                path=path,
+                remedy=f"run `loraforge fleet lock {path}` once, and name the lock that it writes",
+            )
     locks = [path for path in paths if is_lock(path)]
     if not locks:
         return open_fleet(paths, options)
@@ -28,8 +38,10 @@ def open_source(paths: Sequence[Path], options: ReadOptions = DEFAULT) -> list[A
     return resolve_fleet(Path(locks[0]), options)
 
 
-def resolve_fleet(path: Path, options: ReadOptions = DEFAULT) -> list[Adapter]:
-    """Verify the lock at ``path`` and open its adapters, in its order."""
+def resolve_fleet(path: Path, options: ReadOptions = DEFAULT, *, fetch: bool = True) -> list[Adapter]:
+    """Verify the lock at ``path`` and open its adapters, in its order; with ``fetch``, what is elsewhere is fetched."""
+    if fetch:
+        fetch_fleet(load_lock(path), path)
     lock = verify(path)
     fleet = [
         open_adapter(lock.folder(adapter, path), name=adapter.name, options=options)

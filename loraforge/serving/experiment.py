@@ -72,6 +72,9 @@ class FleetConfig(_Strict):
         None, description="or a file of prompts, or one an adapter, with {adapter} for its name"
     )
     output_tokens: Lengths = Field(description="exact lengths, or caps of a natural stop")
+    cap_tokens: int | None = Field(
+        None, ge=1, description="what requests declare under a stop that is early: no less than any length"
+    )
     share: float | None = Field(None, gt=0, description="part of the requests, under Zipf popularity")
     extra: tuple[str, ...] = Field((), description="further arguments of the engine")
     env: dict[str, str] = Field(default_factory=dict, description="environment of the engine")
@@ -124,6 +127,11 @@ class Experiment(_Strict):
     points: tuple[Points, ...] = Field(min_length=1)
     popularity: EvenPopularity | ZipfPopularity = Field(default_factory=EvenPopularity, discriminator="kind")
     stop: Stop = "exact"
+    stops: tuple[Stop, ...] | None = Field(
+        None,
+        min_length=1,
+        description="measure each point under each of these, in this order, on one start; null: under `stop` alone",
+    )
     lengths_of: ArmName = Field(
         "spectral_loraforge", description="under a natural stop, the arm whose answers base_only repeats"
     )
@@ -135,6 +143,7 @@ class Experiment(_Strict):
     decode_steps: int = Field(
         0, ge=0, description="decode steps that defer admissions after a prefill, in every arm (paper B.1)"
     )
+    trace: bool = Field(False, description="record what the schedulers admit, in every arm (paper B.7)")
     pool: Literal["ragged", "shadow"] = Field("ragged", description="of the arms that LoRAForge executes")
     lora_backends: dict[Execution, str] = Field(
         {"native": "csgmv", "loraforge": "loraforge"}, description="SGLang's name of each execution"
@@ -154,20 +163,50 @@ class Experiment(_Strict):
             for arm in parsed:
                 if arm.weights is not None and arm.weights not in fleet.adapters:
                     raise ValueError(f"fleet {name} has no {arm.weights} weights, which arm {arm} serves")
-        if self.stop == "natural" and "base_only" in self.arms:
+        _once(self.contracts, "stop")
+        repeating = [arm.name for arm in parsed if any(map(self.repeats, self.contracts_of(arm)))]
+        if repeating:
             order = {name: place for place, name in enumerate(self.arms)}
-            if order.get(self.lengths_of, len(order)) > order["base_only"]:
+            if order.get(self.lengths_of, len(order)) > min(map(order.__getitem__, repeating)):
                 raise ValueError(
-                    f"base_only repeats the lengths of {self.lengths_of}, which has to precede it"
+                    f"{repeating[0]} repeats the lengths of {self.lengths_of}, which has to precede it"
                 )
+            if self.contracts[0] != "natural":
+                raise ValueError(f"{self.contracts[0]} repeats natural lengths, which have to precede it")
+        if "early" in self.contracts:
+            self._fits_early()
         return self
+
+    def _fits_early(self) -> None:
+        if self.engine != "sglang":
+            raise ValueError("stop early is for SGLang, whose plugin ends answers before their cap")
+        for name, fleet in self.fleets.items():
+            longest = fleet.output_tokens.longest
+            if fleet.cap_tokens is None or fleet.cap_tokens < longest:
+                raise ValueError(f"fleet {name} needs a cap_tokens of at least {longest} for stop early")
+
+    @property
+    def contracts(self) -> tuple[Stop, ...]:
+        """How answers end, each for all points."""
+        return self.stops or (self.stop,)
+
+    def contracts_of(self, arm: Arm) -> tuple[Stop, ...]:
+        """Those of an arm: the base model's natural answers are of other lengths than those of adapters, so that it
+        repeats theirs."""
+        if arm.weights is not None or "natural" not in self.contracts:
+            return self.contracts
+        return tuple(stop for stop in self.contracts if stop != "natural") or ("exact",)
+
+    def repeats(self, stop: Stop) -> bool:
+        """Whether lengths under a contract are those that ``lengths_of`` had by itself."""
+        return stop != "natural" and "natural" in self.contracts
 
     def point(self, rate: float) -> Points:
         """The points at a rate that is declared."""
         return next(points for points in self.points if points.rate == rate)
 
     def grid(self) -> Iterator[tuple[float, int]]:
-        """(rate, seed) of each point of an arm, in order."""
+        """(rate, seed) of each workload, in order."""
         for points in self.points:
             for seed in points.seeds:
                 yield points.rate, seed

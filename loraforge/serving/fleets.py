@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from loraforge.errors import InputError, UsageError
 from loraforge.files import read_json
 from loraforge.runtime.counters import ENVIRONMENT
-from loraforge.runtime.vllm import SWITCH
-from loraforge.runtime.vllm.options import POOL, POOL_BYTES, RANKS
 from loraforge.serving import residency
 from loraforge.serving.arms import Arm, Weights
 from loraforge.serving.engines import EngineConfig, LoraConfig
 from loraforge.serving.experiment import Experiment, FleetConfig
 from loraforge.serving.launch import MAX_RANKS, at_least, rank_hints, read_fleet
+from loraforge.serving.plugins import tell
 from loraforge.serving.points import EngineState
+from loraforge.serving.workload import copy_of
 from loraforge.threads import in_threads
 
+T = TypeVar("T")
 _DTYPE = torch.bfloat16  # engines serve in it
 
 
@@ -44,6 +44,21 @@ class ServedWeights:
     shapes: tuple[residency.Shape, ...]
     targets: tuple[str, ...]
     hints: Mapping[str, int]
+
+    def copied(self, copies: int) -> ServedWeights:
+        """The same with so many names an adapter, each loaded on its own."""
+        return replace(
+            self,
+            folders=_copies(self.folders, copies),
+            hashes=_copies(self.hashes, copies),
+            live_bytes=_copies(self.live_bytes, copies),
+        )
+
+
+def _copies(values: Mapping[str, T], copies: int) -> dict[str, T]:
+    return {
+        copy_of(name, number, copies): value for name, value in values.items() for number in range(copies)
+    }
 
 
 def open_weights(folder: Path, fleet: FleetConfig) -> ServedWeights:
@@ -131,7 +146,7 @@ def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
     """Slots, rank and pool of one fleet's engine in an arm. Raises BudgetError where no adapter fits."""
     if arm.weights is None:
         return EngineState(slots=None, max_rank=None)
-    served, config = fleet.weights[arm.weights], fleet.config
+    served, config = fleet.weights[arm.weights].copied(arm.copies), fleet.config
     rank = config.max_rank or _engine_rank(experiment, served.rank)
     base_slots = int(experiment.engine == "sglang")  # which gives the base model one
     wanted = len(served.folders) + base_slots
@@ -140,7 +155,8 @@ def state(experiment: Experiment, fleet: ServedFleet, arm: Arm) -> EngineState:
         needs = list(served.live_bytes.values())
         fits = len(needs) if budget is None else residency.ragged_slots(budget, needs)
         return EngineState(
-            slots=fits + base_slots,
+            # where not all adapters fit, a batch of adapters alone takes the base model's slot too
+            slots=fits + (base_slots if fits == len(needs) else 0),
             max_rank=rank,
             pool="ragged",
             pool_bytes=residency.ragged_pool_bytes(budget, fits, needs),
@@ -169,15 +185,20 @@ def _engine_rank(experiment: Experiment, largest: int) -> int:
 
 
 def engine_config(
-    experiment: Experiment, fleet: ServedFleet, arm: Arm, state: EngineState, root: Path, counters: Path
+    experiment: Experiment,
+    fleet: ServedFleet,
+    arm: Arm,
+    state: EngineState,
+    root: Path,
+    counters: Path,
+    trace: Path | None = None,
 ) -> EngineConfig:
-    """One fleet's engine in an arm. counters: file that the plugin writes."""
+    """One fleet's engine in an arm. counters, trace: files that the plugin writes."""
     config, vllm = fleet.config, experiment.engine == "vllm"
-    env = {**experiment.env, **config.env, ENVIRONMENT: str(counters.resolve())}
-    extra = [*experiment.extra, *config.extra]
-    lora = None
+    lora, hints = None, {}
     if arm.weights is not None and arm.execution is not None:
-        served = fleet.weights[arm.weights]
+        served = fleet.weights[arm.weights].copied(arm.copies)
+        hints = dict(served.hints)
         assert state.slots is not None
         assert state.max_rank is not None
         lora = LoraConfig(
@@ -187,11 +208,7 @@ def engine_config(
             targets=served.targets,
             backend=None if vllm else experiment.lora_backends[arm.execution],
         )
-    if vllm:
-        counts_only = arm.execution == "native" or experiment.decode_steps > 0
-        env[SWITCH] = "1" if arm.execution == "loraforge" else "native" if counts_only else "0"
-        if options := _options(experiment, fleet, arm, state):
-            extra += ["--additional-config", json.dumps(options, sort_keys=True)]
+    told = tell(experiment, arm, state, hints, None if trace is None else trace.resolve())
     return EngineConfig(
         engine=experiment.engine,
         model=str(fleet.base),
@@ -203,22 +220,9 @@ def engine_config(
         kv_block=config.kv_block,
         kv_bytes=config.kv_tokens * kv_token_bytes(fleet.base) if vllm and config.kv_tokens else None,
         lora=lora,
-        extra=tuple(extra),
-        env=env,
+        extra=(*experiment.extra, *config.extra, *told.arguments),
+        env={**experiment.env, **config.env, ENVIRONMENT: str(counters.resolve()), **told.environment},
     )
-
-
-def _options(experiment: Experiment, fleet: ServedFleet, arm: Arm, state: EngineState) -> dict[str, Any]:
-    """What the plugin for vLLM reads of the engine's ``additional_config``."""
-    options: dict[str, Any] = {}
-    if experiment.decode_steps:
-        options["loraforge_decode_steps"] = experiment.decode_steps
-    if arm.execution == "loraforge" and arm.weights is not None:
-        options[POOL] = state.pool
-        options[RANKS] = dict(fleet.weights[arm.weights].hints)
-        if state.pool_bytes is not None:
-            options[POOL_BYTES] = state.pool_bytes
-    return options
 
 
 def interpreter(experiment: Experiment, root: Path) -> Path:

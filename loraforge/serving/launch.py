@@ -156,9 +156,11 @@ def launch(
     plugin: bool = True,
     extra: Sequence[str] = (),
     max_ranks: Sequence[int] | None = MAX_RANKS,
+    pool: str | None = None,
 ) -> Launch:
     """Decide what a fleet is served with. slots: all adapters by default. pool_bytes: what they need by default.
-    max_ranks: largest ranks that the engine can be told, None for any.
+    max_ranks: largest ranks that the engine can be told, None for any. pool: kind that the plugin is told to make where
+    ``extra`` does not say.
 
     Raises InputError for a rank that the engine does not have or a base model that is not there, UsageError for a pool
     that is too small.
@@ -169,7 +171,7 @@ def launch(
     # a shadow pool has the engine's buffers besides, whose size the plugin knows
     options, others = _take_json("--additional-config", extra)
     flags = _split("--loraforge-pool", others)[1]
-    shadow = (flags[-1] if flags else options.get(POOL)) == "shadow"
+    shadow = (flags[-1] if flags else options.get(POOL, pool)) == "shadow"
     # as the plugin counts: any adapters may meet in one batch
     least = sum(heapq.nlargest(slots, needs.values()))
     if pool_bytes is not None and pool_bytes < least:
@@ -212,9 +214,7 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
 
     Raises UsageError for an argument that is decided here, or an additional_config that is no JSON object.
     """
-    for argument in extra:
-        if remedy := _OURS.get(_name(argument)):
-            raise UsageError("is decided by loraforge serve vllm", key=_name(argument), remedy=remedy)
+    refuse_decided(extra, _OURS, "vllm")
     line = [python, "-m", VLLM_SERVER, "--model", launch.base, "--served-model-name", launch.served_name]
     line += ["--host", launch.host, "--port", str(launch.port)]
     line += ["--enable-lora", "--max-loras", str(launch.slots), "--max-lora-rank", str(launch.max_rank)]
@@ -229,6 +229,22 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
         line += ["--additional-config", json.dumps(hints, sort_keys=True)]
     line += ["--lora-modules", *(lora_module(name, folder) for name, folder in launch.adapters.items())]
     return [*line, *extra]
+
+
+def refuse_decided(
+    extra: Sequence[str], decided: Mapping[str, str], engine: str, others: Sequence[str] | None = None
+) -> None:
+    """Raise UsageError for an argument that the launcher decides. decided: such arguments -> what to do instead.
+    others: of an engine that takes the beginning of a name for it, names that begin one of these and mean another."""
+    for argument in filter(_is_option, extra):
+        given = _name(argument)
+        meant = [name for name in decided if name == given]
+        if not meant and others is not None and given not in others:
+            meant = [name for name in decided if name.startswith(given)]
+        if meant:
+            raise UsageError(
+                f"is decided by loraforge serve {engine}", key=meant[0], remedy=decided[meant[0]]
+            )
 
 
 def at_least(rank: int, known: Sequence[int]) -> int | None:
@@ -283,6 +299,10 @@ def _split(name: str, extra: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             others.append(argument)
     return others, values
+
+
+def _is_option(argument: str) -> bool:
+    return len(argument) > 2 and argument.startswith("--")
 
 
 def _name(argument: str) -> str:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from loraforge.errors import UsageError
-from loraforge.runtime.sglang import BACKEND
+from loraforge.runtime.sglang import BACKEND, SWITCH
 from loraforge.serving.engines import SGLANG_SERVER, lora_path
-from loraforge.serving.launch import Launch
+from loraforge.serving.launch import Launch, refuse_decided
 
 BASE_SLOTS = 1  # of those of a batch, the one that requests of the base model take
-_OURS = ("--model", "--model-path", "--host", "--port", "--lora-paths")
+# engine arguments that contradict what is decided here -> what to do instead
+_OURS = {
+    "--model": "pass --base before the --",
+    "--model-path": "pass --base before the --",
+    "--host": "pass it before the --",
+    "--port": "pass it before the --",
+    "--max-loras-per-batch": "pass --slots before the --",
+    "--lora-paths": "put the adapters into one folder",
+}
+_PLUGINS = {
+    "--lora-backend": f"set {SWITCH}=0 to serve by another one",
+    "--loraforge-pool-bytes": "pass --pool-bytes before the --",
+}
+_OTHERS = ("--loraforge-pool",)
 
 
 def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]:
@@ -20,13 +32,7 @@ def command(launch: Launch, python: str, extra: Sequence[str] = ()) -> list[str]
 
     Raises UsageError for an argument that is decided here.
     """
-    for name in _OURS:
-        if any(argument.partition("=")[0] == name for argument in extra):
-            raise UsageError(
-                "is decided by loraforge serve sglang",
-                key=name,
-                remedy="pass it before the --, as its option",
-            )
+    refuse_decided(extra, _OURS | (_PLUGINS if launch.ranks is not None else {}), "sglang", _OTHERS)
     line = [python, "-m", SGLANG_SERVER, "--model-path", launch.base]
     line += ["--served-model-name", launch.served_name, "--host", launch.host, "--port", str(launch.port)]
     line += ["--enable-lora", "--max-loras-per-batch", str(launch.slots)]

@@ -19,6 +19,7 @@ from loraforge.errors import InputError
 from loraforge.evidence.machine import Protocol, System
 from loraforge.files import read_jsonl
 from loraforge.serving.counters import Counters
+from loraforge.serving.records import Stop
 
 RECORDS = "records.jsonl"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -95,6 +96,22 @@ class Window(_Record):
     after: Counters
 
 
+class Admission(_Record):
+    """What a scheduler admitted in the first ``window_s`` seconds of a timed window; a step may hold prompts, decodes
+    or both."""
+
+    window_s: float = Field(ge=0)
+    steps: int = Field(ge=0, description="that were not empty")
+    held: int = Field(ge=0, description="steps in which prompts had to wait for decodes")
+    prefill_steps: int = Field(ge=0, description="steps with tokens of prompts")
+    prefill_tokens_mean: float | None = Field(description="of those steps")
+    prefill_requests_mean: float | None = Field(description="of those steps")
+    decode_requests_mean: float | None = Field(description="of the steps that decode")
+    decode_requests_peak: int = Field(ge=0)
+    running_peak: int = Field(ge=0)
+    waiting_peak: int = Field(ge=0, description="requests that were not admitted yet")
+
+
 class PointRecord(_Record):
     """One rate and seed of an arm. Keys of ``figures`` are those of :func:`loraforge.serving.metrics.summarise`.
 
@@ -107,6 +124,10 @@ class PointRecord(_Record):
     arm: str
     rate: float = Field(gt=0, description="offered requests a second")
     seed: int
+    stop: Stop | None = Field(
+        None,
+        description="how answers ended, of an experiment that measures several ways; null: as it declares",
+    )
     start: int = Field(ge=0, description="number of the start whose engines served it")
     figures: Figures = Field(description="over all fleets, in one wall interval that includes the drain")
     fleets: dict[str, Figures] = Field(description="the same of each fleet's requests alone")
@@ -117,7 +138,10 @@ class PointRecord(_Record):
         description="sum of the engines' high-water marks since their start; null on a CPU, or where none counts"
     )
     windows: dict[str, Window] = Field(description="counters by fleet, of engines that have any")
-    workload: WorkloadHashes = Field(description="as replayed; base_only may have matched lengths of its own")
+    admission: dict[str, Admission] = Field(
+        default_factory=dict, description="by fleet, of an experiment that traces its schedulers"
+    )
+    workload: WorkloadHashes = Field(description="as replayed; what repeats answers has lengths of its own")
     requests: str = Field(description="file of the requests, relative to the folder of records")
     requests_file_sha256: Sha256
     untimed: dict[str, int] = Field(description="requests of each untimed pass before the timed one")
@@ -128,9 +152,19 @@ class PointRecord(_Record):
     stopped: str | None = Field(None, description="why it ended early; null where it did not")
 
     @property
+    def case(self) -> str:
+        """What is held against others: the arm, and how answers ended where an experiment has several ways."""
+        return case_of(self.arm, self.stop)
+
+    @property
     def key(self) -> tuple[str, float, int]:
-        """What is measured once: arm, rate, seed."""
-        return self.arm, self.rate, self.seed
+        """What is measured once: case, rate, seed."""
+        return self.case, self.rate, self.seed
+
+
+def case_of(arm: str, stop: Stop | None) -> str:
+    """``spectral_loraforge``, or ``spectral_loraforge.exact`` for one way of several to end answers."""
+    return arm if stop is None else f"{arm}.{stop}"
 
 
 SweepRecord = Annotated[SettingRecord | StartRecord | PointRecord, Field(discriminator="record")]

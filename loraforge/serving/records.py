@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from loraforge.errors import InputError
 from loraforge.files import read_jsonl, write_jsonl
 
-Stop = Literal["natural", "exact", "exact-eos"]
+Stop = Literal["natural", "exact", "exact-eos", "early"]
 
 
 class _Record(BaseModel):
@@ -61,6 +61,10 @@ class RunRecord(_Record):
     rate: float = Field(description="offered requests a second")
     stop: Stop
     base_only: bool = Field(description="whether every request went to the base model")
+    caps: dict[str, int] = Field(
+        default_factory=dict, description="tokens that requests of a fleet declared at most, under stop early"
+    )
+    copies: int = Field(1, ge=1, description="names of each adapter, which requests took in turn")
     timeout_s: float
     urls: dict[str, str] = Field(description="server of each fleet")
     started: str = Field(description="UTC time of the start, ISO 8601")

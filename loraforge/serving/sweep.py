@@ -19,6 +19,7 @@ from loraforge.evidence.machine import anonymise, describe
 from loraforge.files import output_error, sha256_file, sole_writer
 from loraforge.progress import progress, say
 from loraforge.runtime.vllm import version
+from loraforge.serving.admission import admission, read_trace
 from loraforge.serving.arms import Arm
 from loraforge.serving.client import Options, replay
 from loraforge.serving.counters import Counters, read_counters
@@ -35,6 +36,7 @@ from loraforge.serving.fleets import (
 from loraforge.serving.metrics import failures, summarise
 from loraforge.serving.points import (
     RECORDS,
+    Admission,
     EngineState,
     PointRecord,
     SettingRecord,
@@ -42,10 +44,11 @@ from loraforge.serving.points import (
     Sweep,
     Window,
     WorkloadHashes,
+    case_of,
     dump,
     parse,
 )
-from loraforge.serving.records import Run, read_run, write_run
+from loraforge.serving.records import Run, Stop, read_run, write_run
 from loraforge.serving.workload import Workload, make_workload
 
 _DISTRIBUTIONS = {"vllm": version.DISTRIBUTIONS, "sglang": ("sglang",)}
@@ -105,12 +108,14 @@ def run_sweep(
 
 @dataclass(frozen=True)
 class _Running:
-    """An arm's engines while they serve, by fleet. untimed, failed: requests of the pass after their start."""
+    """An arm's engines while they serve, by fleet. traces: of their schedulers, where the experiment has any. untimed,
+    failed: requests of the pass after their start."""
 
     arm: Arm
     start: int
     engines: Mapping[str, Engine]
     counters: Mapping[str, Path]
+    traces: Mapping[str, Path]
     untimed: Mapping[str, int] = field(default_factory=dict)
     failed: int = 0
 
@@ -145,27 +150,39 @@ class _Runner:
             self.sweep = Sweep(setting, (), ())
             append(self.records, dump(setting))
 
-    def pending(self, arm: Arm) -> list[tuple[float, int]]:
-        """(rate, seed) of the points that are not measured yet."""
+    def pending(self, arm: Arm) -> list[tuple[float, int, Stop]]:
+        """(rate, seed, stop) of the points that are not measured yet."""
         known = {point.key for point in self.sweep.complete}
-        return [(rate, seed) for rate, seed in self.experiment.grid() if (arm.name, rate, seed) not in known]
+        return [
+            (rate, seed, stop)
+            for rate, seed in self.experiment.grid()
+            for stop in self.experiment.contracts_of(arm)
+            if (self._case(arm, stop), rate, seed) not in known
+        ]
 
     def run(self, arm: Arm) -> None:
         """Measure what is pending of an arm on one start of its engines."""
         pending = self.pending(arm)
         if not pending or not self._has_time(
-            self._start_s() + min(self._point_s(rate) for rate, _ in pending)
+            self._start_s() + min(self._point_s(rate) for rate, *_ in pending)
         ):
             return
         number = len(self.sweep.starts)
         label = f"{number:03d}-{arm}"
         states = {name: state(self.experiment, fleet, arm) for name, fleet in self.fleets.items()}
         counters = {name: self.out / "counters" / f"{label}-{name}.json" for name in self.fleets}
-        for file in counters.values():
+        traces = {name: self.out / "traces" / f"{label}-{name}.jsonl" for name in self.fleets}
+        traces = traces if self.experiment.trace else {}
+        for file in (*counters.values(), *traces.values()):
             _make_way(file)
         engines = {
             name: self._engine(
-                fleet, arm, states[name], counters[name], self.out / "logs" / f"{label}-{name}.log"
+                fleet,
+                arm,
+                states[name],
+                counters[name],
+                traces.get(name),
+                self.out / "logs" / f"{label}-{name}.log",
             )
             for name, fleet in self.fleets.items()
         }
@@ -192,7 +209,8 @@ class _Runner:
                     }
                 )
                 say(f"{arm}: healthy after {healthy_s:.1f} s")
-                running, trouble = _Running(arm, number, engines, counters), _inactive(arm, start.engines)
+                running = _Running(arm, number, engines, counters, traces)
+                trouble = _inactive(arm, start.engines)
                 if trouble is None:
                     running, trouble = self._condition(running)
                 self._add(start.model_copy(update={"failure": trouble}))
@@ -207,16 +225,17 @@ class _Runner:
             self._add(start.model_copy(update={"failure": reason}))
             self.outcome.problems.append(f"{arm}: {error}")
 
-    def _measure(self, running: _Running, pending: Sequence[tuple[float, int]]) -> None:
-        for rate, seed in pending:
+    def _measure(self, running: _Running, pending: Sequence[tuple[float, int, Stop]]) -> None:
+        for rate, seed, stop in pending:
             if not self._has_time(self._point_s(rate)):
                 return
             try:
-                workload = self._workload(running.arm, rate, seed)
+                workload = self._workload(rate, seed, stop)
             except InputError as error:
-                self.outcome.problems.append(f"{running.arm} at rate {rate:g}, seed {seed}: {error}")
+                case = self._case(running.arm, stop)
+                self.outcome.problems.append(f"{case} at rate {rate:g}, seed {seed}: {error}")
                 continue
-            point = self._point(running, workload)
+            point = self._point(running, workload, stop)
             self._add(point)
             say(_line(point))
             if point.stopped is not None:
@@ -229,15 +248,15 @@ class _Runner:
         else:
             self.outcome.problems.append(stopped)
 
-    def _point(self, running: _Running, workload: Workload) -> PointRecord:
-        arm = running.arm
+    def _point(self, running: _Running, workload: Workload, stop: Stop) -> PointRecord:
+        arm, case = running.arm, self._case(running.arm, stop)
         hashes = _hashes(workload)
         before: dict[str, Counters | None] = {}
-        with progress(f"{arm} rate {hashes.rate:g} seed {hashes.seed}", hashes.requests) as ticker:
+        with progress(f"{case} rate {hashes.rate:g} seed {hashes.seed}", hashes.requests) as ticker:
             run = replay(
                 workload,
                 running.urls,
-                self._options(arm),
+                self._options(arm, stop),
                 warmup=self.experiment.warmup,
                 conditioning=self.experiment.conditioning == "point",
                 before=lambda: before.update(_snapshot(running.counters)),
@@ -252,13 +271,16 @@ class _Runner:
         }
         counted = len(windows) == len(running.engines)
         peaks = [window.after.peak_allocated_bytes for window in windows.values()]
-        name = f"requests/{running.start:03d}-{arm}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
+        stopped = run.run.ended or _trouble(running.engines)
+        admitted, untraced = _admissions(running.traces, run.run.started, ended)
+        name = f"requests/{running.start:03d}-{case}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
         write_run(self.out / name, run)
         return PointRecord(
             experiment=self.experiment.experiment,
             arm=arm.name,
             rate=hashes.rate,
             seed=hashes.seed,
+            stop=stop if self.experiment.stops else None,
             start=running.start,
             figures=summarise(run),
             fleets={name: summarise(_of_fleet(run, name)) for name in running.engines},
@@ -269,6 +291,7 @@ class _Runner:
             if counted and None not in peaks
             else None,
             windows=windows,
+            admission=admitted,
             workload=hashes,
             requests=name,
             requests_file_sha256=sha256_file(self.out / name),
@@ -277,7 +300,7 @@ class _Runner:
             failures=failures(run.requests),
             started=run.run.started,
             ended=ended,
-            stopped=run.run.ended or _trouble(running.engines),
+            stopped=stopped or untraced,
         )
 
     def _condition(self, running: _Running) -> tuple[_Running, str | None]:
@@ -285,7 +308,8 @@ class _Runner:
         if self.experiment.conditioning != "start":
             return running, None
         workload = self._drawn(*self._heaviest())
-        run = replay(workload, running.urls, self._options(running.arm))
+        stop = self.experiment.contracts_of(running.arm)[0]
+        run = replay(workload, running.urls, self._options(running.arm, stop))
         passed = replace(
             running,
             untimed={"conditioning at the start": len(run.requests)},
@@ -293,22 +317,26 @@ class _Runner:
         )
         return passed, run.run.ended or _trouble(running.engines)
 
-    def _options(self, arm: Arm) -> Options:
-        base_only = arm.weights is None
+    def _case(self, arm: Arm, stop: Stop) -> str:
+        return case_of(arm.name, stop if self.experiment.stops else None)
+
+    def _options(self, arm: Arm, stop: Stop) -> Options:
+        caps = {name: fleet.config.cap_tokens for name, fleet in self.fleets.items()}
         return Options(
             engine=self.experiment.engine,
-            # what it repeats are exact lengths, whatever the others stop at
-            stop="exact" if base_only and self.experiment.stop == "natural" else self.experiment.stop,
-            base_only=base_only,
+            stop=stop,
+            base_only=arm.weights is None,
             timeout_s=self.experiment.timeout_s,
+            caps={name: cap for name, cap in caps.items() if cap is not None} if stop == "early" else {},
+            copies=arm.copies,
         )
 
-    def _workload(self, arm: Arm, rate: float, seed: int) -> Workload:
-        """What an arm replays. Raises InputError where it is to repeat answers that are not there, or were
-        changed."""
-        if arm.weights is not None or self.experiment.stop != "natural":
+    def _workload(self, rate: float, seed: int, stop: Stop) -> Workload:
+        """What is replayed under a contract. Raises InputError where it is to repeat answers that are not there, or
+        were changed."""
+        if not self.experiment.repeats(stop):
             return self._drawn(rate, seed)
-        key = (self.experiment.lengths_of, rate, seed)
+        key = (self._case(Arm.parse(self.experiment.lengths_of), "natural"), rate, seed)
         answered = next((point for point in self.sweep.complete if point.key == key), None)
         if answered is None:
             raise InputError(f"repeats the lengths of {key[0]}, which is not measured there")
@@ -350,9 +378,15 @@ class _Runner:
         )
 
     def _engine(
-        self, fleet: ServedFleet, arm: Arm, planned: EngineState, counters: Path, log: Path
+        self,
+        fleet: ServedFleet,
+        arm: Arm,
+        planned: EngineState,
+        counters: Path,
+        trace: Path | None,
+        log: Path,
     ) -> Engine:
-        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters)
+        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace)
         if (declared := fleet.config.command) is None:
             return Engine.of(config, log, start_s=self.experiment.start_s)
         line = [part.replace("{port}", str(config.port)).replace("{arm}", arm.name) for part in declared]
@@ -451,6 +485,16 @@ def _trouble(engines: Mapping[str, Engine]) -> str | None:
     return None
 
 
+def _admissions(
+    traces: Mapping[str, Path], started: str, ended: str
+) -> tuple[dict[str, Admission], str | None]:
+    """What each scheduler admitted in a timed window; or why that is not known."""
+    try:
+        return {name: admission(read_trace(path), started, ended) for name, path in traces.items()}, None
+    except InputError as error:
+        return {}, error.problem
+
+
 def _inactive(arm: Arm, engines: Mapping[str, EngineState]) -> str | None:
     """Which engine of an arm that LoRAForge is to execute does not say that it does; None where all do, or need not."""
     if arm.execution == "loraforge":
@@ -489,7 +533,7 @@ def _line(point: PointRecord) -> str:
     loads = "" if point.loads is None else f", {point.loads} loads"
     stopped = "" if point.stopped is None else f"; STOPPED: {point.stopped}"
     return (
-        f"{point.arm} rate {point.rate:g} seed {point.seed}: {show('tok_s', '.1f')} tok/s, "
+        f"{point.case} rate {point.rate:g} seed {point.seed}: {show('tok_s', '.1f')} tok/s, "
         f"TTFT P50 {show('ttft_p50_s', '.3f')} s, TPOT P99 {show('tpot_p99_ms', '.1f')} ms, "
         f"{show('failed', '.0f')} failed{loads}, {show('wall_s', '.1f')} s{stopped}"
     )

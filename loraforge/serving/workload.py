@@ -40,6 +40,11 @@ class Fixed(_Strict):
     kind: Literal["fixed"]
     tokens: int = Field(ge=1)
 
+    @property
+    def longest(self) -> int:
+        """The greatest length in tokens."""
+        return self.tokens
+
     def at(self, u: float) -> int:
         """Length in tokens at quantile ``u`` in (0, 1)."""
         return self.tokens
@@ -55,6 +60,11 @@ class Uniform(_Strict):
     @model_validator(mode="after")
     def _ordered(self) -> Uniform:
         return _ordered(self)
+
+    @property
+    def longest(self) -> int:
+        """The greatest length in tokens."""
+        return self.high
 
     def at(self, u: float) -> int:
         """Length in tokens at quantile ``u`` in (0, 1)."""
@@ -73,6 +83,11 @@ class LogNormal(_Strict):
     @model_validator(mode="after")
     def _ordered(self) -> LogNormal:
         return _ordered(self)
+
+    @property
+    def longest(self) -> int:
+        """The greatest length in tokens."""
+        return self.high
 
     def at(self, u: float) -> int:
         """Length in tokens at quantile ``u`` in (0, 1)."""
@@ -207,6 +222,11 @@ class Workload:
     def first(self, count: int) -> Workload:
         """The first ``count`` requests under the same header: a warm-up, never a measurement."""
         return Workload(self.header, self.requests[:count])
+
+
+def copy_of(adapter: str, number: int, copies: int) -> str:
+    """The ``number``-th name of an adapter that a server has under so many; its own where that is one."""
+    return adapter if copies == 1 else f"{adapter}~{number}"
 
 
 def load_spec(path: Path) -> LoadSpec:

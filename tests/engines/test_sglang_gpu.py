@@ -11,19 +11,27 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_model import (
+    LAYERS,
+    MIXED,
+    RANKS,
+    SHAPES,
+    Reference,
+    Rows,
+    check_base_rows,
+    check_same,
+    check_tokens,
+    end,
+    prompts,
+    serve,
+)
 from safetensors.torch import save_file
-from test_vllm_gpu import LAYERS, MIXED, RANKS, SHAPES, TOLERANCE, VOCAB, Reference
-from test_vllm_gpu import reference as reference  # fixtures
-from test_vllm_gpu import root as root
 
 pytestmark = [
     pytest.mark.engines,
@@ -75,13 +83,10 @@ def _serve(mode: str, root: Path) -> None:
         **MODES[mode],
     )
 
-    def run(adapters: list[str | None], seed: int, length: int = 9) -> list[dict[str, Any]]:
-        draw = random.Random(seed)
-        prompts = [
-            [draw.randrange(3, VOCAB) for _ in range(length + 3 * place)] for place in range(len(adapters))
-        ]
+    def run(adapters: list[str | None], seed: int, length: int = 9) -> Rows:
+        asked = prompts(seed, len(adapters), length)
         answers = engine.generate(
-            input_ids=prompts,
+            input_ids=asked,
             sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
             lora_path=adapters,
             return_logprob=True,
@@ -94,7 +99,7 @@ def _serve(mode: str, root: Path) -> None:
                 "tokens": [token for _, token, *_ in its],
                 "logprobs": [logprob for logprob, *_ in its],
             }
-            for name, prompt, its in zip(adapters, prompts, chosen, strict=True)
+            for name, prompt, its in zip(adapters, asked, chosen, strict=True)
         ]
 
     served = {"mixed": run(MIXED, 0), "alone": run([None] * len(MIXED), 0)}
@@ -107,10 +112,7 @@ def _serve(mode: str, root: Path) -> None:
     answer = engine.load_lora_adapter("broken", str(root / "broken"))
     served["after"] = run(["ragged"], 5)
     told = {"served": served, "refused": [answer.success, answer.error_message]}
-    (root / f"{mode}.json").write_text(json.dumps(told))
-    engine.shutdown()
-    sys.stdout.flush()
-    os._exit(0)  # the engine's own end may take long, and is not what is tested
+    end(root, mode, told, engine.shutdown)
 
 
 def _known(mode: str) -> list[str]:
@@ -155,39 +157,15 @@ def served(request: pytest.FixtureRequest, fleet: Path) -> dict[str, Any]:
     mode: str = request.param
     if mode == "two_gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "HF_HUB_OFFLINE": "1",
-        "LORAFORGE_POOL": "shadow" if mode == "shadow" else "ragged",
-        "LORAFORGE_COUNTERS": str(fleet / f"{mode}.counters"),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, mode, str(fleet)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((fleet / f"{mode}.json").read_text())
-    found["counters"] = json.loads((fleet / f"{mode}.counters").read_text())
-    return {**found, "mode": mode}
+    return serve(__file__, mode, fleet, {"LORAFORGE_POOL": "shadow" if mode == "shadow" else "ragged"})
 
 
 def test_base_rows_of_a_mixed_batch_are_those_of_the_base_model_alone(served: dict[str, Any]) -> None:
-    for mixed, alone in zip(served["served"]["mixed"], served["served"]["alone"], strict=True):
-        if mixed["adapter"] is None:
-            assert mixed["tokens"] == alone["tokens"]
-            assert mixed["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)
-        else:
-            assert mixed["logprobs"] != alone["logprobs"]
+    check_base_rows(served["served"]["mixed"], served["served"]["alone"])
 
 
 def test_adapters_come_back_as_they_were(served: dict[str, Any]) -> None:
-    for first, again in zip(served["served"]["mixed"], served["served"]["again"], strict=True):
-        assert first["tokens"] == again["tokens"]
-        assert first["logprobs"] == pytest.approx(again["logprobs"], abs=1e-3)
+    check_same(served["served"]["mixed"], served["served"]["again"])
 
 
 def test_a_broken_adapter_is_refused_and_the_server_goes_on(served: dict[str, Any]) -> None:
@@ -208,15 +186,7 @@ def test_counters_tell_of_the_pool(served: dict[str, Any]) -> None:
 
 
 def test_served_tokens_are_those_of_transformers(served: dict[str, Any], reference: Reference) -> None:
-    for part, rows in served["served"].items():
-        for row in rows:
-            wanted = reference.logprobs(row)
-            chosen = wanted.gather(1, torch.tensor(row["tokens"], device=wanted.device)[:, None])[:, 0]
-            assert (wanted.max(1).values - chosen).max() <= TOLERANCE, (part, row["adapter"])
-            assert (chosen.cpu() - torch.tensor(row["logprobs"])).abs().max() <= TOLERANCE, (
-                part,
-                row["adapter"],
-            )
+    check_tokens(served["served"], reference)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,18 @@ ARMS = {
         for room in ("", "_full")
     ),
     "cpu_serving": MIXED,
+    "mixed_serving_sglang": MIXED,
+    "stopping_contract": ("spectral_loraforge", "base_only"),
+    "single_fleet": MIXED,
+    "adapters_500": ("spectral_loraforge", "spectral_loraforge_x10"),
 }  # fmt: skip
+STOPS = {"stopping_contract": ("early", "exact", "exact-eos")}
+CAPS = {"qwen50": 837, "llama35": 428}
 RATES = {
-    "mixed_serving_vllm": (16.0, 32.0, 64.0, 128.0, 256.0), "six_cell": (16.0, 32.0), "fixed_work": (64.0, 128.0),
+    "mixed_serving_vllm": (16.0, 32.0, 64.0, 128.0, 256.0),
+    "mixed_serving_sglang": (4.0, 8.0, 16.0, 32.0, 48.0, 64.0, 128.0), "stopping_contract": (64.0,),
+    "single_fleet": (4.0, 8.0, 16.0, 32.0, 48.0, 64.0), "adapters_500": (128.0,),
+    "six_cell": (16.0, 32.0), "fixed_work": (64.0, 128.0),
     "residency": (128.0,), "cpu_serving": (0.5, 1.0, 2.0, 4.0),
 }  # fmt: skip
 # output tokens a second that an arm reaches, of those of the base model
@@ -42,9 +51,23 @@ TOKENS = 50  # of an answer
 def serving(
     target: str, grid: bool = False, seeds: tuple[int, ...] = (101, 102), stop: str | None = None
 ) -> list[dict[str, Any]]:
-    """A setting, and a start an arm with its points: two rates, or on the ``grid`` all that are reported."""
+    """A setting, and a start an arm with its points: two rates, or on the ``grid`` all that are reported. Of
+    ``single_fleet`` an experiment of each fleet, one after the other."""
+    if target == "single_fleet":
+        return [
+            record
+            for fleet in ("qwen50", "llama35")
+            for record in experiment(target, [fleet], grid=grid, seeds=seeds, stop=stop)
+        ]
+    fleets = ["qwen50", "llama35"] if target in PAGED else ["smol" if target == "cpu_serving" else "qwen50"]
+    return experiment(target, fleets, grid=grid, seeds=seeds, stop=stop)
+
+
+def experiment(
+    target: str, fleets: list[str], *, grid: bool, seeds: tuple[int, ...], stop: str | None
+) -> list[dict[str, Any]]:
+    """One experiment of these fleets."""
     on_cpu = target == "cpu_serving"
-    fleets = ["smol"] if on_cpu else ["qwen50", "llama35"] if target in PAGED else ["qwen50"]
     rates = RATES[target] if grid else RATES[target][:2]
     seeds = (101, 102, 103) if grid else seeds
     stop = stop or ("natural" if on_cpu else "exact")
@@ -52,10 +75,12 @@ def serving(
     lengths = {"kind": "lognormal", "mean": TOKENS, "sigma": 0.6, "low": 1, "high": 512}
     vocabulary = None if on_cpu else {"low": 0, "high": 1000, "tokens": {"kind": "fixed", "tokens": 256}}
     config = {
-        "experiment": target, "stop": stop, "lengths_of": "spectral_loraforge", "decode_steps": 0 if on_cpu else 4,
+        "experiment": target, "stop": stop, "stops": STOPS.get(target),
+        "lengths_of": "spectral_loraforge", "decode_steps": 0 if on_cpu else 4,
         "fleets": {
             fleet: {
                 "output_tokens": lengths, "vocabulary": vocabulary, "budget_gib": None if on_cpu else 14.0 - 4 * number,
+                "cap_tokens": CAPS.get(fleet) if target in STOPS else None,
                 "adapters": {"original": f"fleets/{fleet}", "spectral": f"results/{fleet}/spectral_1-12"},
             }
             for number, fleet in enumerate(fleets)
@@ -65,7 +90,8 @@ def serving(
     found: list[dict[str, Any]] = [
         {
             "record": "setting", "schema": "loraforge.serving-experiment/1", "experiment": target,
-            "protocol": "cpu" if on_cpu else "reduced", "config": config, "engine": "vllm 0.26.0", "host": HOST,
+            "protocol": "cpu" if on_cpu else "reduced", "config": config, "host": HOST,
+            "engine": "sglang 0.5.22" if target in SGLANG else "vllm 0.26.0",
             "arms": list(ARMS[target]), "workloads": list(loads.values()),
             "adapters": {fleet: {"original": hashes} for fleet in fleets},
         }
@@ -83,17 +109,27 @@ def serving(
                 40.0 if on_cpu else 3000.0,
                 float(draw.normal(1.0, 0.02)),
                 stop,
+                way,
             )
             for load in loads.values()
+            for way in STOPS.get(target, (None,))
         ]
     return found
 
 
-PAGED = (
-    "mixed_serving_vllm",
-    "fixed_work",
-    "residency",
-)  # experiments of both fleets, whose arms load adapters
+# experiments of both fleets, whose arms load adapters
+PAGED = ("mixed_serving_vllm", "mixed_serving_sglang", "fixed_work", "residency", "stopping_contract")
+SGLANG = ("mixed_serving_sglang", "stopping_contract", "single_fleet", "adapters_500")
+
+
+def admission(way: str) -> dict[str, Any]:
+    """What a scheduler admitted: more at once where it knows that answers are short."""
+    more = 1 if way == "early" else 2
+    return {
+        "window_s": 60.0, "steps": 900, "held": 400, "prefill_steps": 100, "prefill_tokens_mean": 800.0 * more,
+        "prefill_requests_mean": 3.0 * more, "decode_requests_mean": 30.0 * more, "decode_requests_peak": 40 * more,
+        "running_peak": 44 * more, "waiting_peak": 300,
+    }  # fmt: skip
 
 
 def workload(rate: float, seed: int, lengths: str = "drawn") -> dict[str, Any]:
@@ -142,12 +178,17 @@ def point(
     base: float,
     luck: float,
     stop: str,
-    **more: Any,
+    way: str | None = None,
 ) -> dict[str, Any]:
     """One rate and seed: a queue once more is offered than the arm reaches, and loads where not all adapters fit."""
     rate, requests = load["rate"], load["requests"]
     paged = target in PAGED and arm.startswith("original") and not arm.endswith("_full")
-    reach = base * REACH[arm.removesuffix("_full")] * (1.0 if paged or "original" not in arm else 1.4) * luck
+    reach = (
+        base
+        * REACH[arm.removesuffix("_full").removesuffix("_x10")]
+        * (1.0 if paged or "original" not in arm else 1.4)
+        * luck
+    )
     offered = rate * TOKENS
     tok_s = offered * reach / (offered**4 + reach**4) ** 0.25
     tokens = requests * TOKENS
@@ -172,8 +213,8 @@ def point(
         "peak_allocated_bytes": None if on_cpu or not lora else int((20 + gib) * 2**30),
         "windows": dict.fromkeys(fleets, window) if lora else {},
         "workload": workload(rate, load["seed"], "repeated") if own else load,
-        "requests": f"requests/{arm}-{rate:g}-{load['seed']}.jsonl",
+        "requests": f"requests/{arm}-{way}-{rate:g}-{load['seed']}.jsonl",
         "requests_file_sha256": sha256_text(f"{arm} {load}"),
         "untimed": {"conditioning": requests}, "untimed_failed": 0, "failures": {},
         "started": "2026-11-29T10:02:00.000+00:00", "ended": "2026-11-29T10:03:00.000+00:00", "stopped": None,
-    } | more  # fmt: skip
+    } | ({"stop": way, "admission": {fleet: admission(way) for fleet in fleets}} if way else {})  # fmt: skip

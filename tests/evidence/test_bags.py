@@ -14,6 +14,7 @@ import bagit
 import pytest
 import synthetic
 from study import CONFIG, DATE, Study, invoke
+from synthetic_serving import SGLANG
 from typer.testing import Result
 
 from loraforge.errors import IntegrityError, LoraForgeError, OutputError
@@ -54,7 +55,7 @@ def test_summary_is_flat_and_says_where_and_when(pristine: Path, target: str) ->
     summary = json.loads(path.read_text())
     assert {key: value for key, value in summary.items() if isinstance(value, str)} == {
         "host": "cpu2", "date": DATE, "protocol": "cpu", "device": summary["device"],
-        **({"engine": "vllm 0.26.0"} if target in synthetic.ARMS else {}),
+        **({"engine": "sglang 0.5.22" if target in SGLANG else "vllm 0.26.0"} if target in synthetic.ARMS else {}),
     }  # fmt: skip
     assert all(isinstance(value, str | int | float) for value in summary.values())
 

@@ -96,7 +96,7 @@ def test_loads_and_memory() -> None:
     assert found["loads.original_native.64"] == pytest.approx(100.0)
     assert found["source_gib.original_native.128"] == pytest.approx(300.0)
     assert found["pool_bytes.original_native"] == 1020  # the most, after any point
-    assert found["peak_allocated_bytes.original_native"] == 152  # one start: its last high-water mark
+    assert found["peak_gib.original_native"] * 2**30 == 152  # one start: its last high-water mark
     assert found["pool_bytes.spectral_loraforge.qwen50"] == int(0.9 * 2**30)
     assert found["loads.spectral_loraforge"] == 0
     assert "loads.base_only" not in found
@@ -112,7 +112,7 @@ def test_peaks_are_means_over_starts() -> None:
             record["start"] = first["number"] if record["seed"] == 101 else 99
             record["peak_allocated_bytes"] = int(record["rate"] * (1 if record["seed"] == 101 else 3))
     found = summary("six_cell", [setting, first, later, *records[2:]])
-    assert found[f"peak_allocated_bytes.{first['arm']}"] == pytest.approx((32 + 96) / 2)
+    assert found[f"peak_gib.{first['arm']}"] * 2**30 == pytest.approx((32 + 96) / 2)
 
 
 def test_what_ended_early_or_lacks_a_seed_is_not_averaged() -> None:
@@ -236,8 +236,9 @@ def test_the_base_model_alone_may_repeat_lengths_of_its_own() -> None:
 def test_inputs_are_the_workloads_and_originals_are_held_against_the_lock(target: str) -> None:
     parsed = read(target, serving(target))
     inputs = TARGETS[target].inputs(parsed)
-    assert len(inputs) == 2 * (1 if target == "residency" else 2)
-    assert all(name.startswith("workloads/") for name in inputs)
+    rates = 1 if target in ("residency", "stopping_contract", "adapters_500") else 2
+    assert len(inputs) == 2 * rates * (2 if target == "single_fleet" else 1)
+    assert all("workloads/" in name for name in inputs)
     assert TARGETS[target].original_hashes(parsed).keys() == {"a", "b"}
 
 
@@ -245,3 +246,97 @@ def test_another_engine_is_in_the_records_alone() -> None:
     records = serving("six_cell")
     records[0]["engine"] = "sglang 0.5.22"
     assert summary("six_cell", records)["engine"] == "sglang 0.5.22"
+
+
+def test_ways_to_end_answers_are_told_apart_and_held_against_the_first() -> None:
+    records = serving("stopping_contract")
+    for record in records:
+        if record["record"] == "point":
+            longer = {"early": 1.0, "exact": 3.0, "exact-eos": 2.0}[record["stop"]]
+            record["figures"] = record["figures"] | {"tpot_p99_ms": 100.0 * longer, "tok_s": 300.0 * longer}
+    found = summary("stopping_contract", records)
+    assert (found["points"], found["points_declared"]) == (12, 12)
+    assert found["tpot_p99_ms.spectral_loraforge.exact.64"] == pytest.approx(300.0)
+    assert found["tpot_ratio.exact_over_early.spectral_loraforge.64"] == pytest.approx(3.0)
+    assert found["ratio.exact-eos_over_early.base_only.64"] == pytest.approx(2.0)
+    assert found["ratio.s12_over_base.exact.64"] == pytest.approx(1.0)
+    assert "ratio.s12_over_base.64" not in found
+    assert found["decode_requests_peak.spectral_loraforge.exact.64.llama35"] == pytest.approx(80.0)
+    assert found["prefill_tokens_mean.base_only.early.64.qwen50"] == pytest.approx(800.0)
+    assert found["peak_gib.spectral_loraforge"] > 0  # of the one start that serves all ways
+
+
+def test_a_stopping_contract_without_a_trace_is_no_evidence() -> None:
+    records = serving("stopping_contract")
+    del records[-1]["admission"]["llama35"]
+    with pytest.raises(
+        InputError, match=r"base_only\.exact-eos at rate 64, seed 102 has no admissions of llama35"
+    ):
+        read("stopping_contract", records)
+    records = serving("stopping_contract")
+    records[0]["config"]["stops"] = ["exact"]
+    with pytest.raises(InputError, match=r"one way to end answers|no arm with every declared seed"):
+        read("stopping_contract", records)
+
+
+def test_lengths_of_natural_answers_are_repeated_by_exact_ones() -> None:
+    records = serving("stopping_contract")
+    records[0]["config"]["stops"] = ["natural", "exact", "exact-eos"]
+    own = [
+        record
+        for record in records
+        if not (record.get("arm") == "base_only" and record.get("stop") == "early")
+    ]
+    for record in own:
+        if record["record"] == "point":
+            if record["stop"] == "early":
+                record["stop"] = "natural"
+            else:
+                record["workload"] = workload(64.0, record["seed"], "repeated")
+    found = summary("stopping_contract", own)
+    assert (found["points"], found["points_declared"]) == (10, 10)  # the base model has no natural answers
+    only(own, arm="spectral_loraforge", stop="natural", seed=101)["workload"] = workload(
+        64.0, 101, "repeated"
+    )
+    with pytest.raises(
+        InputError, match=r"spectral_loraforge\.natural at rate 64, seed 101 replayed another workload"
+    ):
+        read("stopping_contract", own)
+
+
+def test_each_fleet_alone_has_keys_of_its_own() -> None:
+    records = serving("single_fleet")
+    found = summary("single_fleet", records)
+    assert found["engine"] == "sglang 0.5.22"
+    assert found["points"] == found["qwen50.points"] + found["llama35.points"] == 32
+    over = found["qwen50.tok_s.spectral_loraforge.8"] / found["qwen50.tok_s.base_only.8"]
+    assert found["qwen50.ratio.s12_over_base.8"] == pytest.approx(over, rel=0.01)
+    assert "llama35.tok_s.original_native.4" in found
+    half = len(records) // 2
+    assert summary("single_fleet", records[:half])["points"] == 16  # one fleet alone is evidence too
+    with pytest.raises(InputError, match="has two experiments of qwen50"):
+        read("single_fleet", records[:half] * 2)
+    both = serving("mixed_serving_sglang")
+    for record in both:
+        record["experiment"] = "single_fleet"
+    with pytest.raises(InputError, match="serves several fleets at once"):
+        read("single_fleet", both)
+    records[half]["engine"] = "sglang 0.5.23"
+    with pytest.raises(InputError, match="is of several engines"):
+        read("single_fleet", records)
+
+
+def test_two_experiments_in_one_bag_of_another_target_are_refused() -> None:
+    with pytest.raises(InputError, match="states the setting twice"):
+        read("six_cell", serving("six_cell") * 2)
+
+
+def test_many_names_of_an_adapter_are_held_against_one() -> None:
+    records = serving("adapters_500")
+    for record in records:
+        if record["record"] == "point":
+            record["figures"] = record["figures"] | {"tok_s": 90.0 if "x10" in record["arm"] else 100.0}
+    found = summary("adapters_500", records)
+    assert found["adapters_500.ratio"] == pytest.approx(0.9)
+    assert found["ratio.copies.spectral_loraforge.128"] == pytest.approx(0.9)
+    assert found["tok_s.spectral_loraforge_x10.128"] == pytest.approx(90.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_serving import ARMS, serving
+from synthetic_serving import ARMS, SGLANG, serving
 
 from loraforge.evidence.tables import Table, from_csv, to_csv
 from loraforge.evidence.targets import TARGETS
@@ -16,6 +16,7 @@ from loraforge.figures import module_of, style, table_of
 from loraforge.figures import serving as shared
 
 CONTEXT = style.Context("smol", "h200", "NVIDIA H200", "2026-11-29", "reduced")
+TABLES = ("stopping_contract", "adapters_500")
 BARS = ("six_cell", "fixed_work", "residency")
 
 
@@ -32,14 +33,14 @@ def words_of(target: str, table: Table, tmp_path: Path) -> str:
 @pytest.mark.parametrize("target", list(ARMS))
 def test_engine_device_lengths_and_deviations_are_said(target: str, tmp_path: Path) -> None:
     words = words_of(target, made(target, serving(target)), tmp_path)
-    assert "vllm 0.26.0, fleet" in words
+    assert ("sglang 0.5.22, fleet" if target in SGLANG else "vllm 0.26.0, fleet") in words
     assert "NVIDIA H200 (h200), 2026-11-29" in words
     assert "log-normal, mean 50, 1–512 tokens" in words
     assert ("Output lengths are fixed" in words) == (target != "cpu_serving")
     assert ("Answers end by themselves" in words) == (target == "cpu_serving")
     assert ("repeats the lengths of: Spectral, LoRAForge" in words) == (target == "cpu_serving")
     assert ("Shape fleets: random base weights" in words) == (target != "cpu_serving")
-    assert "Whiskers: standard deviation over seeds" in words
+    assert f"{'±' if target in TABLES else 'Whiskers'}: standard deviation over seeds" in words
     assert "Compressed weights have a budget of 1/12" in words
 
 
@@ -127,3 +128,49 @@ def test_arms_differ_in_marker_and_in_line_or_hatch() -> None:
 )
 def test_values_are_shown_to_two_or_three_digits(value: float, text: str) -> None:
     assert shared.shown(value) == text
+
+
+PRINTED = {
+    "mixed_serving_sglang_table": ("mixed_serving_sglang", 1),
+    "six_cell_table": ("six_cell", 2),
+    "fixed_work_table": ("fixed_work", 2),
+    "stopping_contract": ("stopping_contract", 1),
+    "single_fleet_table": ("single_fleet", 2),
+    "adapters_500": ("adapters_500", 1),
+}
+
+
+@pytest.mark.parametrize("figure", PRINTED)
+def test_a_printed_table_has_every_case_and_its_throughput(figure: str, tmp_path: Path) -> None:
+    target, blocks = PRINTED[figure]
+    parsed = TARGETS[target].parse([json.dumps(record) for record in serving(target)], "records")
+    table = from_csv(to_csv(table_of(figure, parsed)), "table")
+    words = words_of(figure, table, tmp_path)
+    rates = sorted({row["rate"] for row in table if str(row["panel"]).endswith("tok_s")})
+    shown = [
+        row
+        for row in table
+        if str(row["panel"]).endswith("tok_s")
+        and ((blocks == 2 and "single" not in figure) or row["rate"] == rates[-1])
+    ]
+    assert len(shown) == len({row["arm"] for row in shown}) * blocks
+    for row in shown:
+        assert words.count(shared.label_of(str(row["arm"]))) >= blocks
+        assert f"{shared.shown(float(row['value'] or 0))} ± {shared.shown(float(row['std'] or 0))}" in words
+    if figure == "stopping_contract":
+        assert "N: requests declare 837 (qwen50) and 428 (llama35) tokens" in words
+    assert figure in module_of(figure).__name__
+    assert figure in TARGETS[target].figures
+
+
+def test_each_fleet_alone_has_a_row_of_panels() -> None:
+    figure = module_of("single_fleet").draw(made("single_fleet", serving("single_fleet")), CONTEXT)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0] == "(a) Throughput, qwen50"
+    assert titles[-1] == "(f) TPOT P99, llama35"
+
+
+def test_copies_and_ways_are_in_labels_and_change_no_look() -> None:
+    assert shared.label_of("spectral_loraforge_x10") == "Spectral, LoRAForge, 10 names each"
+    assert shared.label_of("base_only.exact-eos") == "Base model alone, E-N"
+    assert shared.look_of("original_native_full.early") is shared.ARMS["original_native"]

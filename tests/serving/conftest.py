@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from smol_server import FLEET, SLOTS, SmolServer, new_server
+from live_server import LiveServer
+from smol_server import FLEET, SLOTS, new_server
 
 from loraforge.serving.launch import read_fleet
 from loraforge.serving.workload import LoadSpec
@@ -41,7 +42,7 @@ def make_load() -> MakeLoad:
 
 
 @pytest.fixture(scope="session")
-def smol_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmolServer]:
+def smol_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """One server of the whole ``smol`` fleet for all tests of a session; each leaves it as it was."""
     largest = max(served.pool_bytes(torch.bfloat16) for served in read_fleet(FLEET))
     room = ("--slots", str(SLOTS), "--pool-bytes", str(SLOTS * largest))  # for copies of the largest too

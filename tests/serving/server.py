@@ -105,7 +105,10 @@ class CompletionsServer:
         if how == "mistyped":
             await self._send(answer, {"choices": [{"text": 7}]})
             return answer
-        count = asked["max_tokens"] - (how == "short")
+        count = (asked.get("custom_params") or {}).get("loraforge_stop_at", asked["max_tokens"]) - (
+            how == "short"
+        )
+        self.trace(asked)
         for place in range(count):
             if place:
                 await asyncio.sleep(self.token_s)
@@ -150,6 +153,21 @@ class CompletionsServer:
         with open(temporary, "w", encoding="utf-8") as stream:
             json.dump(values | {"peak_allocated_bytes": None}, stream)
         os.replace(temporary, path)
+
+    def trace(self, asked: dict[str, Any]) -> None:
+        """Add a step to the trace that an engine's plugin would keep, of the request's prompt alone."""
+        if (path := os.environ.get("LORAFORGE_ADMISSION_TRACE")) is None:
+            return
+        with open(path, "a", encoding="utf-8") as stream:
+            step = {
+                "step": len(self.bodies),
+                "time": time.time(),
+                "held": False,
+                "running": 2,
+                "unfinished": 5,
+            }
+            step |= {"prefill_tokens": asked["max_tokens"], "prefill_requests": 1}
+            stream.write(json.dumps(step | {"decode_tokens": 1, "decode_requests": 1}) + "\n")
 
     async def _send(self, answer: web.StreamResponse, event: dict[str, Any], piece: int = 1 << 16) -> None:
         data = b": comment\r\ndata: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n"

@@ -7,16 +7,12 @@ and LORAFORGE_BASE, the folder that ``loraforge fleet base`` made.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from live_server import LiveServer
 from test_engines import free_port
 
 from loraforge.serving.engines import Engine
@@ -43,55 +39,6 @@ ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Status and text of an HTTP answer."""
-
-    status: int
-    text: str
-
-
-@dataclass
-class SmolServer:
-    """A running server."""
-
-    engine: Engine
-    counters: Path
-
-    def post(self, path: str, **body: Any) -> Answer:
-        request = urllib.request.Request(
-            f"{self.engine.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as response:
-                return Answer(response.status, response.read().decode())
-        except urllib.error.HTTPError as error:
-            return Answer(error.code, error.read().decode())
-
-    def load(self, name: str, folder: Path) -> Answer:
-        return self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
-
-    def unload(self, name: str) -> Answer:
-        return self.post("/v1/unload_lora_adapter", lora_name=name)
-
-    def complete(self, model: str, tokens: int = 4) -> str:
-        """Greedy text after a fixed prompt."""
-        answer = self.post(
-            "/v1/completions",
-            model=model,
-            prompt="The capital of France is",
-            max_tokens=tokens,
-            temperature=0,
-            ignore_eos=True,
-        )
-        assert answer.status == 200, answer.text
-        return str(json.loads(answer.text)["choices"][0]["text"])
-
-    def counts(self) -> dict[str, Any]:
-        """What the plugin last wrote of its slots and its pool."""
-        return dict(json.loads(self.counters.read_text(encoding="utf-8")))
-
-
 def launcher(*arguments: str) -> list[str]:
     """Command line of ``loraforge serve vllm`` in the engine's environment; skips where there is none."""
     if PYTHON is None:
@@ -101,10 +48,10 @@ def launcher(*arguments: str) -> list[str]:
     return [PYTHON, "-m", "loraforge", "serve", "vllm", *arguments]
 
 
-def new_server(folder: Path, fleet: Path = FLEET, *options: str) -> SmolServer:
+def new_server(folder: Path, fleet: Path = FLEET, *options: str) -> LiveServer:
     """A server that is yet to be started; its log and its counters lie in ``folder``."""
     port, counters = free_port(), folder / "counters.json"
     line = launcher(str(fleet), "--base", str(BASE), "--port", str(port), *options, "--", *ENGINE_ARGUMENTS)
     environment = {**ENVIRONMENT, "LORAFORGE_COUNTERS": str(counters)}
     engine = Engine(line, port=port, log=folder / "engine.log", env=environment, start_s=300)
-    return SmolServer(engine, counters)
+    return LiveServer(engine, counters, MODEL)

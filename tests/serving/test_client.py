@@ -145,6 +145,14 @@ def test_stop_contracts() -> None:
     assert "lora_path" not in body(request, "base", Options(engine="sglang", base_only=True))
 
 
+def test_an_early_end_declares_the_cap_and_tells_the_plugin_the_length() -> None:
+    request = Request(id=4, arrival_s=0, fleet="f", adapter="a", prompt=(1, 2), output_tokens=9)
+    early = body(request, "base", Options(engine="sglang", stop="early", caps={"f": 837}, copies=3))
+    assert (early["max_tokens"], early["custom_params"]) == (837, {"loraforge_stop_at": 9})
+    assert early.keys().isdisjoint({"min_tokens", "ignore_eos"})  # as a natural stop has none
+    assert early["lora_path"] == "a~1"
+
+
 def test_a_natural_stop_may_be_shorter(make_load: Any) -> None:
     with CompletionsServer() as server:
         row = only(ask(server, make_workload(make_load("short"), 1, FAST), stop="natural"))

@@ -16,7 +16,8 @@ from statistics import median
 
 import numpy as np
 import pytest
-from smol_server import BASE, ENVIRONMENT, PYTHON, SmolServer
+from live_server import LiveServer
+from smol_server import BASE, ENVIRONMENT, PYTHON
 
 from loraforge.serving.client import Options, replay
 from loraforge.serving.metrics import failures, tpot_s, ttft_s
@@ -38,7 +39,7 @@ CLIENT = (
 Latencies = dict[str, list[float]]
 
 
-def _both(server: SmolServer, out: Path) -> tuple[Latencies, Latencies]:
+def _both(server: LiveServer, out: Path) -> tuple[Latencies, Latencies]:
     """Latencies in seconds of our client and of theirs."""
     arguments = {
         "backend": "openai",
@@ -80,7 +81,7 @@ def _both(server: SmolServer, out: Path) -> tuple[Latencies, Latencies]:
     return ours, {"ttft": result["ttfts"], "tpot": tpot}
 
 
-def _ours(server: SmolServer) -> Latencies:
+def _ours(server: LiveServer) -> Latencies:
     spec = LoadSpec.model_validate(
         {
             "fleets": {
@@ -114,7 +115,7 @@ def _half_width(ours: list[float], theirs: list[float]) -> float:
     return float(high - low) / 2
 
 
-def test_latencies_are_those_of_the_engines_own_client(smol_server: SmolServer, tmp_path: Path) -> None:
+def test_latencies_are_those_of_the_engines_own_client(smol_server: LiveServer, tmp_path: Path) -> None:
     ours: Latencies = {"ttft": [], "tpot": []}
     theirs: Latencies = {"ttft": [], "tpot": []}
     for number in range(ROUNDS):

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -121,6 +122,67 @@ def test_children_of_a_server_that_died_are_ended(tmp_path: Path, port: int, van
         while running.poll() is None:
             time.sleep(0.02)
         assert exists(vanish[0])
+
+
+_STARTER = """
+import sys, time
+from pathlib import Path
+from loraforge.serving.engines import Engine
+port, server, log = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+engines = [
+    Engine([sys.executable, server, "--port", str(port + place), "--stubborn"], port=port + place,
+           log=log / f"{place}.log", start_s=30.0, stop_s=0.5)
+    for place in range(2)
+]
+for engine in engines:
+    engine.start()
+for engine in engines:
+    engine.wait_healthy()
+print(*(engine.pid for engine in engines), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
+def test_a_starter_that_is_killed_leaves_no_engine(
+    tmp_path: Path, vanish: list[int], how: signal.Signals
+) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER, str(_two_ports()), str(SERVER), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert starter.stdout is not None
+    vanish += map(int, starter.stdout.readline().split())
+    logs = [(tmp_path / f"{place}.log").read_text() for place in range(2)]
+    vanish += [int(found[1]) for log in logs if (found := re.search(r"child (\d+) of", log))]
+    assert len(vanish) == 4
+    starter.send_signal(how)
+    starter.wait()
+    starter.stdout.close()
+    deadline = time.monotonic() + 15
+    while any(map(exists, vanish)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_a_server_that_ended_well_is_watched_no_more(tmp_path: Path, port: int, vanish: list[int]) -> None:
+    running = engine(port, tmp_path / "engine.log")
+    with running:
+        assert running.pid is not None
+        guard = running._guard
+        assert guard is not None
+        assert guard.poll() is None
+        vanish += [running.pid, guard.pid]
+    assert guard.returncode == 0
+
+
+def _two_ports() -> int:
+    """The first of two free ports that follow each other."""
+    while True:
+        first = free_port()
+        if first < 65535 and is_free("127.0.0.1", first + 1):
+            return first
 
 
 def test_an_error_in_the_block_leaves_nothing(tmp_path: Path, port: int, vanish: list[int]) -> None:

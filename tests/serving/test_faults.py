@@ -3,10 +3,8 @@ thousands of requests over adapters that come and go."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -14,25 +12,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from smol_server import (
-    BASE,
-    ENGINE_ARGUMENTS,
-    ENVIRONMENT,
-    FLEET,
-    MODEL,
-    NAMES,
-    SLOTS,
-    SmolServer,
-    launcher,
-    new_server,
-)
+from faulty import copy, deeper, half_a_pair, no_json, not_finite, repeated, sized, truncated
+from live_server import LiveServer
+from safetensors.torch import save_file
+from smol_server import BASE, ENGINE_ARGUMENTS, ENVIRONMENT, FLEET, MODEL, NAMES, SLOTS, launcher, new_server
+from soak import soak
 from test_engines import free_port
 
 from loraforge.errors import InputError
@@ -42,88 +32,32 @@ from loraforge.serving.records import Run, read_run, write_run
 from loraforge.serving.workload import make_workload
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]
-SOAK = 2000 if os.environ.get("LORAFORGE_SOAK") == "1" else 200
-ADAPTERS = 85
-# bytes that a server of some 4 GB may grow by in half a soak, which in its full length puts 4 GB of adapters into slots
-MEMORY = 64 << 20
-Tensors = dict[str, torch.Tensor]
+WORD_LANG = FLEET / "word_lang"
 
-
-def _copy(folder: Path, change: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Path:
-    """The adapter word_lang with other tensors."""
-    shutil.copytree(FLEET / "word_lang", folder)
-    file = folder / "adapter_model.safetensors"
-    changed = {name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}
-    save_file(changed, file, metadata={"format": "pt"})
-    return folder
-
-
-def _sized(width: int) -> Callable[[Tensors], Tensors]:
-    """Factors for another hidden size, which is that of inputs and outputs alike here."""
-
-    def change(tensors: Tensors) -> Tensors:
-        made = {}
-        for name, tensor in tensors.items():
-            rows, columns = tensor.shape
-            shape = (rows, width) if ".lora_A." in name else (width, columns)
-            made[name] = torch.ones(shape, dtype=tensor.dtype) / 1000
-        return made
-
-    return change
-
-
-def _not_finite(tensors: Tensors) -> Tensors:
-    first = min(tensors)
-    return {**tensors, first: tensors[first] * float("nan")}
-
-
-def _half_a_pair(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if ".2.self_attn.q_proj.lora_B" not in name}
-
-
-def _deeper(tensors: Tensors) -> Tensors:
-    first = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
-    return tensors | {name.replace(".0.", ".40."): tensor.clone() for name, tensor in first.items()}
-
-
-def _repeated(tensors: Tensors) -> Tensors:
-    return {name: torch.cat([tensor] * 16, int(".lora_B." in name)) for name, tensor in tensors.items()}
-
-
-def _truncated(folder: Path) -> Path:
-    file = _copy(folder) / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    return folder
-
-
-def _no_json(folder: Path) -> Path:
-    (_copy(folder) / "adapter_config.json").write_text("{r: 16}")
-    return folder
-
-
+# fault -> (what makes such an adapter in a folder, what the server answers)
 FAULTS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "truncated": (_truncated, "not a whole safetensors file"),
-    "configuration": (_no_json, "not valid JSON at line 1"),
-    "not finite": (lambda folder: _copy(folder, _not_finite), "holds NaN or infinite values"),
-    "no tensor": (lambda folder: _copy(folder, lambda _: {}), "has no tensor of a LoRA layer"),
+    "truncated": (partial(truncated, WORD_LANG), "not a whole safetensors file"),
+    "configuration": (partial(no_json, WORD_LANG), "not valid JSON at line 1"),
+    "not finite": (partial(copy, WORD_LANG, change=not_finite), "holds NaN or infinite values"),
+    "no tensor": (partial(copy, WORD_LANG, change=lambda _: {}), "has no tensor of a LoRA layer"),
     "half a pair": (
-        lambda folder: _copy(folder, _half_a_pair),
+        partial(copy, WORD_LANG, change=half_a_pair),
         r"layers\.2\.self_attn\.q_proj: has no lora_B",
     ),
     "narrower base model": (
-        lambda folder: _copy(folder, _sized(512)),
+        partial(copy, WORD_LANG, change=sized(512)),
         r"q_proj: maps 512 inputs to 512 outputs, the model's layer 576 to 576",
     ),
     "wider base model": (
-        lambda folder: _copy(folder, _sized(1024)),
+        partial(copy, WORD_LANG, change=sized(1024)),
         r"q_proj: maps 1024 inputs to 1024 outputs, the model's layer 576 to 576",
     ),
     "deeper base model": (
-        lambda folder: _copy(folder, _deeper),
+        partial(copy, WORD_LANG, change=deeper),
         r"layers\.40\.self_attn\.[qv]_proj: the model has no such layer",
     ),
     "larger rank": (
-        lambda folder: _copy(folder, _repeated),
+        partial(copy, WORD_LANG, change=repeated),
         "has 256 directions, lora_B 256, the engine room for 128",
     ),
 }
@@ -131,7 +65,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_adapter_is_refused_and_the_server_lives(
-    smol_server: SmolServer, tmp_path: Path, fault: str
+    smol_server: LiveServer, tmp_path: Path, fault: str
 ) -> None:
     make, says = FAULTS[fault]
     before = [smol_server.complete(name) for name in (MODEL, "word_lang")]
@@ -146,7 +80,7 @@ def test_a_bad_adapter_is_refused_and_the_server_lives(
     assert smol_server.unload("bad").status == 200
 
 
-def test_a_manifest_that_disagrees_is_refused_at_run_time(smol_server: SmolServer, tmp_path: Path) -> None:
+def test_a_manifest_that_disagrees_is_refused_at_run_time(smol_server: LiveServer, tmp_path: Path) -> None:
     from loraforge.allocate.budget import parse_budget
     from loraforge.compress import compress
 
@@ -165,7 +99,7 @@ def test_a_manifest_that_disagrees_is_refused_at_run_time(smol_server: SmolServe
     assert smol_server.complete(MODEL)
 
 
-def test_an_adapter_that_the_pool_cannot_hold_is_refused(smol_server: SmolServer, tmp_path: Path) -> None:
+def test_an_adapter_that_the_pool_cannot_hold_is_refused(smol_server: LiveServer, tmp_path: Path) -> None:
     """The server's pool has room for six of the largest adapter, and not for one of rank 128 in all modules as well."""
     smol = {"q_proj": (576, 576), "k_proj": (192, 576), "v_proj": (192, 576), "o_proj": (576, 576)}
     smol |= {"gate_proj": (1536, 576), "up_proj": (1536, 576), "down_proj": (576, 1536)}
@@ -188,7 +122,7 @@ def test_an_adapter_that_the_pool_cannot_hold_is_refused(smol_server: SmolServer
     assert smol_server.complete("word_lang")
 
 
-def test_an_unknown_adapter_is_named(smol_server: SmolServer, make_load: Any) -> None:
+def test_an_unknown_adapter_is_named(smol_server: LiveServer, make_load: Any) -> None:
     workload = make_workload(make_load("word_lang", "nobody", each=2, tokens=2), 1, 20.0)
     run = replay(workload, {"fleet": smol_server.engine.url}, Options(timeout_s=60))
     assert {row.adapter for row in run.requests if row.failure is None} == {"word_lang"}
@@ -199,7 +133,7 @@ def test_an_unknown_adapter_is_named(smol_server: SmolServer, make_load: Any) ->
 
 
 def test_a_timeout_of_the_client_is_in_the_record(
-    smol_server: SmolServer, make_load: Any, tmp_path: Path
+    smol_server: LiveServer, make_load: Any, tmp_path: Path
 ) -> None:
     workload = make_workload(make_load("word_lang", each=3, tokens=100), 1, 20.0)
     run = replay(workload, {"fleet": smol_server.engine.url}, Options(timeout_s=0.2))
@@ -210,7 +144,7 @@ def test_a_timeout_of_the_client_is_in_the_record(
     assert smol_server.complete("word_lang")
 
 
-def test_unloading_waits_for_the_last_request_and_gives_the_room_back(smol_server: SmolServer) -> None:
+def test_unloading_waits_for_the_last_request_and_gives_the_room_back(smol_server: LiveServer) -> None:
     assert smol_server.load("leaving", FLEET / "udhr_lid").status == 200
     before = smol_server.counts()
     text: list[str] = []
@@ -226,7 +160,7 @@ def test_unloading_waits_for_the_last_request_and_gives_the_room_back(smol_serve
     assert after["live_bytes"] < before["live_bytes"]
 
 
-def test_the_launcher_becomes_the_engine(smol_server: SmolServer) -> None:
+def test_the_launcher_becomes_the_engine(smol_server: LiveServer) -> None:
     """The first line of the log is the process's own command line; its process is the one that was started."""
     import shlex
 
@@ -238,7 +172,7 @@ def test_the_launcher_becomes_the_engine(smol_server: SmolServer) -> None:
     assert smol_server.counts()["capacity_bytes"] == int(own[own.index("--loraforge-pool-bytes") + 1])
 
 
-def test_a_port_in_use_is_said_before_anything_starts(smol_server: SmolServer) -> None:
+def test_a_port_in_use_is_said_before_anything_starts(smol_server: LiveServer) -> None:
     port = str(smol_server.engine.port)
     line = launcher(str(FLEET / "word_lang"), "--base", str(BASE), "--port", port)
     done = subprocess.run(
@@ -249,111 +183,14 @@ def test_a_port_in_use_is_said_before_anything_starts(smol_server: SmolServer) -
     assert smol_server.complete(MODEL)
 
 
-class Soak:
-    """Requests over adapters that are loaded and unloaded all the while; fails at the first that is not answered."""
-
-    def __init__(self, url: str, folders: dict[str, Path], seed: int) -> None:
-        self.url, self.folders, self.random = url, folders, random.Random(seed)
-        self.loaded: set[str] = set()
-        self.open = dict.fromkeys(folders, 0)  # requests on their way, by name
-        self.left = self.changes = 0
-
-    def run(self, requests: int) -> None:
-        self.left = requests
-        asyncio.run(self._run())
-
-    async def _run(self) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as self.session:
-            # more names than slots, and than adapters that the engine keeps in host memory
-            while len(self.loaded) < 30:
-                await self._load(self._other())
-            await asyncio.gather(*(self._ask() for _ in range(8)), self._change())
-            for name in sorted(self.loaded):
-                await self._unload(name)
-
-    async def _ask(self) -> None:
-        while self.left:
-            self.left -= 1
-            name = self.random.choice(sorted(self.loaded))
-            self.open[name] += 1
-            prompt = [self.random.randrange(100, 1000) for _ in range(4)]
-            body = {"model": name, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
-            answer = await self._post("/v1/completions", body)
-            assert json.loads(answer)["usage"]["completion_tokens"] == 2
-            self.open[name] -= 1
-
-    async def _change(self) -> None:
-        """Load and unload at random, as long as there are requests; never what a request is on its way to."""
-        while self.left:
-            await asyncio.sleep(self.random.expovariate(10.0))
-            idle = sorted(name for name in self.loaded if not self.open[name])
-            if idle and self.random.random() < len(self.loaded) / 60:
-                await self._unload(self.random.choice(idle))
-            else:
-                await self._load(self._other())
-
-    def _other(self) -> str:
-        return self.random.choice(sorted(self.folders.keys() - self.loaded))
-
-    async def _load(self, name: str) -> None:
-        await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self.folders[name])})
-        self.loaded.add(name)
-        self.changes += 1
-
-    async def _unload(self, name: str) -> None:
-        self.loaded.remove(name)
-        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
-        self.changes += 1
-
-    async def _post(self, path: str, body: dict[str, Any]) -> str:
-        async with self.session.post(f"{self.url}{path}", json=body) as response:
-            text = await response.text()
-            assert response.status == 200, f"{path} {body}: {text}"
-            return text
-
-
 def test_thousands_of_requests_over_adapters_that_come_and_go(
-    smol_server: SmolServer, tmp_path: Path
+    smol_server: LiveServer, tmp_path: Path
 ) -> None:
-    folders = {}
-    for number in range(ADAPTERS):
-        folder = tmp_path / f"copy_{number}"
-        folder.symlink_to(FLEET / NAMES[number % len(NAMES)])
-        folders[folder.name] = folder
-    before = smol_server.counts()
-    soak = Soak(smol_server.engine.url, folders, seed=1)
-    sizes = []
-    for _ in range(4):  # in the first half every page of the pool, too, is touched at last
-        soak.run(SOAK // 4)
-        sizes.append(_memory(smol_server))
-        end = smol_server.counts()
-        # nothing is left of what was unloaded
-        assert (end["adapters"], end["live_bytes"], end["loads"] - end["unloads"]) == (0, 0, 0)
-    print(
-        f"{SOAK} requests, {soak.changes} loads and unloads by name, {end['loads'] - before['loads']} into slots"
-    )
-    print("resident MB after each quarter:", *(f"{size / 1e6:.1f}" for size in sizes))
-    assert soak.changes > SOAK // 10
-    assert end["loads"] - before["loads"] > SOAK // 2  # adapters were paged all the while
-    assert sizes[3] - sizes[1] < MEMORY
+    soak(smol_server, tmp_path, [FLEET / name for name in NAMES])
     assert smol_server.complete("word_lang")
 
 
-def _memory(server: SmolServer) -> int:
-    """Resident bytes of all processes of the server, shared pages counted in part."""
-    total = 0
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(status.read_text().rpartition(")")[2].split()[3]) != server.engine.pid:  # its session
-                continue
-            rollup = (status.parent / "smaps_rollup").read_text()
-        except (OSError, IndexError):
-            continue
-        total += int(re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)[1]) * 1024  # type: ignore[index]
-    return total
-
-
-def _killed_run(server: SmolServer, make_load: Any, *, requests: int, rate: float, after_s: float) -> Run:
+def _killed_run(server: LiveServer, make_load: Any, *, requests: int, rate: float, after_s: float) -> Run:
     workload = make_workload(make_load("word_lang", each=requests, tokens=60), 1, rate)
     assert server.engine.pid is not None
     killer = threading.Timer(after_s, os.killpg, (server.engine.pid, signal.SIGKILL))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_folders import SEVEN, MakeAdapter
+from adapter_folders import MakeAdapter
+from launch_lines import Launcher, new_base, new_fleet, value_of
 
 from loraforge.allocate.budget import parse_budget
-from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import InputError, UsageError
 from loraforge.runtime.packed import Layout
@@ -27,37 +25,34 @@ _POINT = importlib.metadata.EntryPoint("loraforge", "loraforge.runtime.vllm:regi
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text("{}")
-    return tmp_path / "base"
+    return new_base(tmp_path / "base")
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, make_adapter: MakeAdapter) -> Path:
-    make_adapter(tmp_path / "fleet" / "all", r=8, targets=SEVEN, lora_alpha=8)
-    make_adapter(tmp_path / "fleet" / "few", r=4, seed=1, rank_pattern={"v_proj": 6})
-    return tmp_path / "fleet"
+    return new_fleet(tmp_path / "fleet", make_adapter, rank=8)
 
 
-def _value(line: Sequence[str], name: str) -> str:
-    return line[line.index(name) + 1]
+@pytest.fixture
+def launcher(capsys: pytest.CaptureFixture[str]) -> Launcher:
+    return Launcher("vllm", capsys)
 
 
 def test_plain_adapters(fleet: Path, base: Path) -> None:
     served = read_fleet(fleet)
     line = command(launch(served, base=str(base), port=8123), "python", ["--enforce-eager"])
     assert line[:3] == ["python", "-m", VLLM_SERVER]
-    assert _value(line, "--model") == str(base)
-    assert _value(line, "--served-model-name") == "tiny/base"
-    assert (_value(line, "--host"), _value(line, "--port")) == ("127.0.0.1", "8123")
-    assert (_value(line, "--max-loras"), _value(line, "--max-cpu-loras")) == ("2", "2")
-    assert _value(line, "--max-lora-rank") == "8"
+    assert value_of(line, "--model") == str(base)
+    assert value_of(line, "--served-model-name") == "tiny/base"
+    assert (value_of(line, "--host"), value_of(line, "--port")) == ("127.0.0.1", "8123")
+    assert (value_of(line, "--max-loras"), value_of(line, "--max-cpu-loras")) == ("2", "2")
+    assert value_of(line, "--max-lora-rank") == "8"
     assert line[line.index("--lora-modules") + 1 : -1] == [
         f"{name}={fleet / name}" for name in ("all", "few")
     ]
     assert line[-1] == "--enforce-eager"
     # of the fused group of `few` its v_proj, 6, is the largest
-    assert json.loads(_value(line, "--additional-config")) == {
+    assert json.loads(value_of(line, "--additional-config")) == {
         "loraforge_ranks": {"down_proj": 8, "gate_up_proj": 8, "o_proj": 8, "qkv_proj": 7}
     }
 
@@ -114,7 +109,7 @@ def test_slots_bound_the_pool(fleet: Path, base: Path) -> None:
     largest = max(item.pool_bytes(torch.bfloat16) for item in served)
     one = launch(served, base=str(base), slots=1)
     assert (one.slots, one.pool_bytes) == (1, largest)
-    assert _value(command(one, "python"), "--max-cpu-loras") == "2"
+    assert value_of(command(one, "python"), "--max-cpu-loras") == "2"
     assert launch(served, base=str(base), slots=9).slots == 9
     assert launch(served, base=str(base), extra=["--dtype=float32"]).pool_bytes == sum(
         item.pool_bytes(torch.float32) for item in served
@@ -136,7 +131,7 @@ def test_the_users_configuration_is_kept_beside_the_hints(fleet: Path, base: Pat
     extra = ["--additional-config", '{"loraforge_decode_steps": 4}', "--seed", "1"]
     line = command(decided, "python", extra)
     assert line.count("--additional-config") == 1
-    config = json.loads(_value(line, "--additional-config"))
+    config = json.loads(value_of(line, "--additional-config"))
     assert config == {"loraforge_decode_steps": 4, "loraforge_ranks": rank_hints(read_fleet(fleet))}
     assert line[-2:] == ["--seed", "1"]
     for text, problem in (("{", "is no JSON"), ("[]", "is no JSON object")):
@@ -156,7 +151,7 @@ def test_the_users_configuration_is_kept_beside_the_hints(fleet: Path, base: Pat
         with pytest.raises(UsageError, match="is decided by loraforge serve vllm; pass --pool-bytes"):
             command(decided, "python", [option])
     line = command(decided, "python", ["--additional_config", '{"a": 1}'])  # as the engine takes it too
-    assert json.loads(_value(line, "--additional-config"))["a"] == 1
+    assert json.loads(value_of(line, "--additional-config"))["a"] == 1
     assert "--additional_config" not in line
 
 
@@ -171,7 +166,7 @@ def test_the_size_of_a_shadow_pool_is_left_to_the_plugin(fleet: Path, base: Path
     decided = launch(read_fleet(fleet), base=str(base), extra=extra)
     line = command(decided, "python", extra)
     assert "--loraforge-pool-bytes" not in line
-    assert _value(line, "--loraforge-pool") == "shadow"
+    assert value_of(line, "--loraforge-pool") == "shadow"
     assert "--additional-config" in line
     stated = ["--additional-config", '{"loraforge_pool": "shadow"}']
     assert launch(read_fleet(fleet), base=str(base), extra=stated).pool_bytes is None
@@ -212,27 +207,14 @@ def test_the_base_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert caught.value.key == "--base"
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "vllm", *map(str, arguments)])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
-
-
-def test_a_dry_run_prints_the_line_and_needs_no_engine(
-    fleet: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = _run(
-        capsys, fleet, "--base", base, "--dry-run", "--", "--enforce-eager", "--dtype", "half"
-    )
-    assert code == 0
-    line = shlex.split(out)
+def test_a_dry_run_prints_the_line_and_needs_no_engine(fleet: Path, base: Path, launcher: Launcher) -> None:
+    line = launcher.dry(fleet, "--base", base, "--", "--enforce-eager", "--dtype", "half")
     assert line[2] == VLLM_SERVER
     assert line[-3:] == ["--enforce-eager", "--dtype", "half"]
 
 
 def test_what_cannot_be_served_is_one_line(
-    tmp_path: Path, fleet: Path, base: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fleet: Path, base: Path, make_adapter: MakeAdapter, launcher: Launcher
 ) -> None:
     (tmp_path / "empty").mkdir()
     make_adapter(tmp_path / "two" / "a")
@@ -244,56 +226,56 @@ def test_what_cannot_be_served_is_one_line(
         (tmp_path / "two", 3, "base model is 'other/base'"),
         (tmp_path / "big", 3, "rank 600 is more than the engine's largest, 512"),
     ):
-        found, out, err = _run(capsys, folder, "--base", base, "--dry-run")
+        found, out, err = launcher.run(folder, "--base", base, "--dry-run")
         assert (found, out) == (code, "")
         assert problem in err
         assert err.count("\n") == 1
 
 
 def test_an_unsupported_engine_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setattr(version, "installed", list)
     monkeypatch.delenv(SWITCH, raising=False)
-    code, _, err = _run(capsys, tmp_path / "absent")
+    code, _, err = launcher.run(tmp_path / "absent")
     assert code == 7
     assert "vLLM is not installed; pip install 'loraforge[vllm]'" in err
     monkeypatch.setattr(version, "installed", lambda: [version.Engine("vllm", "9", "vllm 9 is new")])
-    assert "vllm 9 is new" in _run(capsys, tmp_path / "absent")[2]
+    assert "vllm 9 is new" in launcher.run(tmp_path / "absent")[2]
     monkeypatch.setattr(version, "installed", lambda: [version.Engine("vllm", "9", None)])
     for found, problem in (((), "not installed as a package"), ((_POINT,), "leaves the plugin out")):
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group, found=found: found)
         monkeypatch.setenv("VLLM_PLUGINS", "other")
-        assert problem in _run(capsys, tmp_path / "absent")[2]
+        assert problem in launcher.run(tmp_path / "absent")[2]
     monkeypatch.setenv("VLLM_PLUGINS", "other,loraforge")
-    assert "folder not found" in _run(capsys, tmp_path / "absent")[2]
+    assert "folder not found" in launcher.run(tmp_path / "absent")[2]
 
 
 def test_with_the_switch_off_any_engine_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setattr(version, "installed", list)
     monkeypatch.setenv(SWITCH, "0")
-    code, _, err = _run(capsys, tmp_path / "absent")
+    code, _, err = launcher.run(tmp_path / "absent")
     assert (code, "folder not found" in err) == (3, True)
 
 
 def test_an_engine_that_is_not_there_is_one_line(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setattr(version, "installed", list)
     monkeypatch.setenv(SWITCH, "0")
-    code, _, err = _run(capsys, fleet, "--base", base)
+    code, _, err = launcher.run(fleet, "--base", base)
     assert (code, "vLLM is not installed; pip install" in err) == (7, True)
 
 
 def test_a_switch_that_means_nothing(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setenv(SWITCH, "yes")
-    code, out, err = _run(capsys, fleet, "--base", base, "--dry-run")
+    code, out, err = launcher.run(fleet, "--base", base, "--dry-run")
     assert (code, out) == (2, "")
     assert err == "error: LORAFORGE_VLLM: 'yes'; give 1, 0 or native\n"
     monkeypatch.setenv(SWITCH, "native")
-    code, _, err = _run(capsys, fleet, "--base", base, "--dry-run", "--pool-bytes", str(1 << 30))
+    code, _, err = launcher.run(fleet, "--base", base, "--dry-run", "--pool-bytes", str(1 << 30))
     assert (code, "LORAFORGE_VLLM=native serves without it" in err) == (2, True)

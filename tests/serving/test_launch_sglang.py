@@ -6,17 +6,16 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_folders import SEVEN, MakeAdapter
+from adapter_folders import MakeAdapter
+from launch_lines import Launcher, new_base, new_fleet, value_of
 
-from loraforge.cli import main
 from loraforge.errors import UsageError
 from loraforge.runtime.sglang import SWITCH, version
+from loraforge.runtime.sglang.options import POOL, POOL_BYTES, RANKS
 from loraforge.serving.engines import SGLANG_SERVER
 from loraforge.serving.launch import launch, read_fleet
 from loraforge.serving.launch_sglang import command
@@ -26,72 +25,113 @@ _POINT = importlib.metadata.EntryPoint("loraforge", "loraforge.runtime.sglang:re
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text("{}")
-    return tmp_path / "base"
+    return new_base(tmp_path / "base")
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, make_adapter: MakeAdapter) -> Path:
-    make_adapter(tmp_path / "fleet" / "all", r=9, targets=SEVEN, lora_alpha=8)
-    make_adapter(tmp_path / "fleet" / "few", r=4, seed=1, rank_pattern={"v_proj": 6})
-    return tmp_path / "fleet"
+    return new_fleet(tmp_path / "fleet", make_adapter, rank=9)
 
 
-def _value(line: Sequence[str], name: str) -> str:
-    return line[line.index(name) + 1]
+@pytest.fixture
+def launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    for variable in (SWITCH, POOL, POOL_BYTES, RANKS):
+        monkeypatch.delenv(variable, raising=False)
+    return Launcher("sglang", capsys)
 
 
-def _run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "sglang", *map(str, arguments)])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def _dry(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    assert _run("--dry-run", *arguments) == 0
-    return shlex.split(capsys.readouterr().out)
-
-
-def test_a_folder_of_adapters(fleet: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = _dry(capsys, fleet, "--base", base, "--", "--tp-size", "2")
+def test_a_folder_of_adapters(fleet: Path, base: Path, launcher: Launcher) -> None:
+    line = launcher.dry(fleet, "--base", base, "--", "--tp-size", "2")
     assert line[1:3] == ["-m", SGLANG_SERVER]
-    assert _value(line, "--model-path") == str(base)
-    assert _value(line, "--lora-backend") == "loraforge"
-    assert _value(line, "--max-loras-per-batch") == "3"  # the base model takes one
-    assert _value(line, "--max-lora-rank") == "9"  # any number, unlike vLLM's
-    assert json.loads(_value(line, "--loraforge-ranks"))["qkv_proj"] == 8  # the mean of 9 and 6, up
+    assert value_of(line, "--model-path") == str(base)
+    assert value_of(line, "--lora-backend") == "loraforge"
+    assert value_of(line, "--max-loras-per-batch") == "3"  # the base model takes one
+    assert value_of(line, "--max-lora-rank") == "9"  # any number, unlike vLLM's
+    assert json.loads(value_of(line, "--loraforge-ranks"))["qkv_proj"] == 8  # the mean of 9 and 6, up
     needs = sum(item.pool_bytes(torch.bfloat16) for item in read_fleet(fleet))
-    assert _value(line, "--loraforge-pool-bytes") == str(needs)
+    assert value_of(line, "--loraforge-pool-bytes") == str(needs)
     first = line.index("--lora-paths") + 1
     assert line[first:] == [f"all={fleet / 'all'}", f"few={fleet / 'few'}", "--tp-size", "2"]
 
 
-def test_slots_of_adapters_and_the_pool_that_they_need(
-    fleet: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = _dry(capsys, fleet, "--base", base, "--slots", "1")
-    assert _value(line, "--max-loras-per-batch") == "2"
+def test_slots_of_adapters_and_the_pool_that_they_need(fleet: Path, base: Path, launcher: Launcher) -> None:
+    line = launcher.dry(fleet, "--base", base, "--slots", "1")
+    assert value_of(line, "--max-loras-per-batch") == "2"
     # a batch of two adapters and no base model pushes the base model out of its slot
-    whole = _dry(capsys, fleet, "--base", base)
-    assert _value(line, "--loraforge-pool-bytes") == _value(whole, "--loraforge-pool-bytes")
+    whole = launcher.dry(fleet, "--base", base)
+    assert value_of(line, "--loraforge-pool-bytes") == value_of(whole, "--loraforge-pool-bytes")
 
 
 def test_without_the_plugin_the_engine_gets_none_of_its_options(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    line = _dry(capsys, fleet, "--base", base)
+    line = launcher.dry(fleet, "--base", base)
     assert not any("loraforge" in argument for argument in line[3:] if argument.startswith("--"))
     assert "--lora-backend" not in line
 
 
-@pytest.mark.parametrize("name", ["--model-path", "--port", "--lora-paths"])
-def test_what_the_launcher_decides_is_not_given_twice(fleet: Path, base: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--model-path=x", "--model-path: is decided by loraforge serve sglang; pass --base before the --"),
+        ("--model_path", "--model-path: is decided"),
+        ("--model", "--model: is decided"),
+        ("--port", "--port: is decided by loraforge serve sglang; pass it before the --"),
+        ("--max_loras_per_batch=2", "--max-loras-per-batch: is decided .* pass --slots before the --"),
+        ("--lora-paths", "--lora-paths: is decided .* put the adapters into one folder"),
+        ("--lora-path", "--lora-paths: is decided"),  # the engine takes the beginning of a name for it
+        ("--lora-backend=csgmv", "--lora-backend: is decided .* set LORAFORGE_SGLANG=0 to serve by another"),
+        ("--loraforge-pool-bytes=1", "--loraforge-pool-bytes: is decided .* pass --pool-bytes"),
+    ],
+)
+def test_what_the_launcher_decides_is_not_given_twice(
+    fleet: Path, base: Path, argument: str, says: str
+) -> None:
     decided = launch(read_fleet(fleet), base=str(base), max_ranks=None)
-    with pytest.raises(UsageError, match=f"{name}: is decided by loraforge serve sglang"):
-        command(decided, "python", [f"{name}=x"])
+    with pytest.raises(UsageError, match=says):
+        command(decided, "python", [argument])
+
+
+def test_what_the_launcher_does_not_decide_is_passed_on(fleet: Path, base: Path) -> None:
+    decided = launch(read_fleet(fleet), base=str(base), max_ranks=None)
+    extra = ["--loraforge-pool", "ragged", "--max-lora-rank", "64", "--tp-size=2", "-x", "value", "--"]
+    assert command(decided, "python", extra)[-len(extra) :] == extra
+    native = launch(read_fleet(fleet), base=str(base), max_ranks=None, plugin=False)
+    assert command(native, "python", ["--lora-backend", "triton"])[-1] == "triton"
+
+
+def test_a_switch_or_an_option_that_means_nothing(
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    monkeypatch.setenv(SWITCH, "yes")
+    code, out, err = launcher.run(fleet, "--base", base, "--dry-run")
+    assert (code, out) == (2, "")
+    assert err == "error: LORAFORGE_SGLANG: 'yes'; give 1, 0 or native\n"
+    monkeypatch.setenv(SWITCH, "native")
+    assert "LORAFORGE_SGLANG=native serves without it" in launcher.run(fleet, "--pool-bytes", 1 << 30)[2]
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv(POOL, "big")
+    assert "LORAFORGE_POOL: 'big'; give ragged or shadow" in launcher.run(fleet, "--dry-run")[2]
+    monkeypatch.delenv(POOL)
+    monkeypatch.setenv(POOL_BYTES, "1000")
+    assert "LORAFORGE_POOL_BYTES: is decided by loraforge serve sglang" in launcher.run(fleet, "--dry-run")[2]
+
+
+def test_the_size_of_a_shadow_pool_is_left_to_the_plugin_of_sglang(
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    assert "--loraforge-pool-bytes" not in launcher.dry(
+        fleet, "--base", base, "--", "--loraforge-pool", "shadow"
+    )
+    monkeypatch.setenv(POOL, "shadow")
+    assert "--loraforge-pool-bytes" not in launcher.dry(fleet, "--base", base)
+    line = launcher.dry(fleet, "--base", base, "--", "--loraforge-pool=ragged")
+    assert "--loraforge-pool-bytes" in line
+
+
+def _absent(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_names_that_the_engine_would_take_apart(
@@ -103,7 +143,7 @@ def test_names_that_the_engine_would_take_apart(
 
 
 def test_an_absent_or_another_engine_is_refused(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     known = importlib.metadata.version
 
@@ -111,35 +151,35 @@ def test_an_absent_or_another_engine_is_refused(
         return "0.5.23" if name == "sglang" else known(name)
 
     monkeypatch.setattr(importlib.metadata, "version", answer)
-    assert _run(fleet, "--base", base) != 0
-    assert "sglang 0.5.23 is not a version" in capsys.readouterr().err
+    code, _, err = launcher.run(fleet, "--base", base)
+    assert (code, "sglang 0.5.23 is not a version" in err) == (7, True)
+    monkeypatch.setattr(importlib.metadata, "version", _absent)
+    assert "SGLang is not installed; pip install 'loraforge[sglang]'" in launcher.run(fleet)[2]
+    monkeypatch.setenv(SWITCH, "0")
+    assert "SGLang is not installed" in launcher.run(fleet, "--base", base)[2]
 
 
 def test_an_environment_that_does_not_load_the_plugin_is_refused(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.22")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    assert _run(fleet, "--base", base) != 0
-    assert "does not find its plugin" in capsys.readouterr().err
+    assert "does not find its plugin" in launcher.run(fleet, "--base", base)[2]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: (_POINT,))
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    assert _run(fleet, "--base", base) != 0
-    assert "SGLANG_PLUGINS is 'other'" in capsys.readouterr().err
+    assert "SGLANG_PLUGINS is 'other'" in launcher.run(fleet, "--base", base)[2]
 
 
 @pytest.mark.engines
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_the_engine_takes_the_line(
-    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Path, base: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
     from loraforge.runtime.sglang.command_line import extend
-    from loraforge.runtime.sglang.options import POOL_BYTES, RANKS
 
+    line = launcher.dry(fleet, "--base", base)
     for variable in (POOL_BYTES, RANKS):  # where the flags are kept
         monkeypatch.setenv(variable, "")
-
-    line = _dry(capsys, fleet, "--base", base)
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()

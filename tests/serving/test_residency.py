@@ -10,10 +10,11 @@ import pytest
 from adapter_folders import SEVEN, MakeAdapter
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from loraforge.allocate.budget import parse_budget
 from loraforge.compress import compress
-from loraforge.errors import BudgetError, InputError
+from loraforge.errors import BudgetError, InputError, UsageError
 from loraforge.fleet.shapes import shape_fleet
 from loraforge.serving.arms import Arm
 from loraforge.serving.engines import command
@@ -180,7 +181,104 @@ def test_command_lines_and_environments_of_arms(tmp_path: Path, served: dict[str
     line, env = started("original_loraforge", sglang)
     assert "--max-loras-per-batch 5 --max-lora-rank 16 " in line
     assert "--lora-backend loraforge " in line
-    assert "LORAFORGE_VLLM" not in env
+    ranks = json.loads(env.pop("LORAFORGE_RANKS"))
+    assert ranks.keys() == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert env == {
+        "A": "1",
+        "LORAFORGE_SGLANG": "1",
+        "LORAFORGE_POOL": "ragged",
+        "LORAFORGE_POOL_BYTES": str(sum(fleet.weights["original"].live_bytes.values())),
+        "LORAFORGE_COUNTERS": str(tmp_path / "counters.json"),
+    }
+    line, env = started("original_native", sglang)
+    assert "--lora-backend csgmv " in line
+    assert env.keys() == {"A", "LORAFORGE_SGLANG", "LORAFORGE_COUNTERS"}
+    assert env["LORAFORGE_SGLANG"] == "native"
+    assert started("base_only", sglang)[1]["LORAFORGE_SGLANG"] == "0"
+
+
+def test_a_schedule_is_the_same_in_every_arm(tmp_path: Path, served: dict[str, Any]) -> None:
+    """Deferral is SGLang's own; traces and early ends are the plugin's, which then is there for the base model too."""
+    served["fleets"]["f"]["cap_tokens"] = 9
+    served |= {"engine": "sglang", "decode_steps": 4, "stops": ["early", "exact"], "trace": True}
+    experiment = Experiment.model_validate(served)
+    fleet = open_fleets(experiment, tmp_path)["f"]
+    trace = tmp_path / "trace.jsonl"
+    for name, said in (("spectral_loraforge", "1"), ("original_native", "native"), ("base_only", "native")):
+        arm = Arm.parse(name)
+        its = engine_config(
+            experiment, fleet, arm, state(experiment, fleet, arm), tmp_path, tmp_path / "counters.json", trace
+        )
+        assert its.extra[-2:] == ("--prefill-decode-interval", "4")
+        assert its.env["LORAFORGE_SGLANG"] == said
+        assert its.env["LORAFORGE_ADMISSION_TRACE"] == str(trace)
+        assert its.env["LORAFORGE_EARLY_STOP"] == "1"
+    vllm = Experiment.model_validate(served | {"engine": "vllm", "stops": None})
+    arm = Arm.parse("base_only")
+    its = engine_config(
+        vllm, fleet, arm, state(vllm, fleet, arm), tmp_path, tmp_path / "counters.json", trace
+    )
+    assert json.loads(its.extra[-1]) == {"loraforge_admission_trace": str(trace), "loraforge_decode_steps": 4}
+    assert its.env["LORAFORGE_VLLM"] == "native"
+
+
+def test_where_not_all_adapters_fit_in_sglang_the_base_model_has_no_room_of_its_own(
+    tmp_path: Path, served: dict[str, Any]
+) -> None:
+    """The pool holds the largest adapters of as many slots: a batch without the base model takes them all."""
+    served |= {"engine": "sglang"}
+    fleet = open_fleets(Experiment.model_validate(served), tmp_path)["f"]
+    needs = sorted(fleet.weights["original"].live_bytes.values(), reverse=True)
+    served["fleets"]["f"]["budget_gib"] = (sum(needs[:2]) + 1) / GIB
+    experiment = Experiment.model_validate(served)
+    some = state(experiment, open_fleets(experiment, tmp_path)["f"], Arm.parse("original_loraforge"))
+    assert (some.slots, some.pool_bytes) == (2, sum(needs[:2]))
+    whole = state(experiment, fleet, Arm.parse("original_loraforge_full"))
+    assert (whole.slots, whole.pool_bytes) == (5, sum(needs))
+
+
+def test_several_names_of_an_adapter_take_room_each(tmp_path: Path, served: dict[str, Any]) -> None:
+    served |= {"arms": ["spectral_loraforge", "spectral_loraforge_x3"], "engine": "sglang"}
+    experiment = Experiment.model_validate(served)
+    fleet = open_fleets(experiment, tmp_path)["f"]
+    one, three = (state(experiment, fleet, Arm.parse(name)) for name in experiment.arms)
+    assert one.pool_bytes is not None
+    assert (three.slots, three.pool_bytes) == (13, 3 * one.pool_bytes)
+    config = engine_config(
+        experiment, fleet, Arm.parse("spectral_loraforge_x3"), three, tmp_path, tmp_path / "counters.json"
+    )
+    assert config.lora is not None
+    assert [name for name in config.lora.adapters if name.startswith("a0")] == ["a0~0", "a0~1", "a0~2"]
+    assert len(set(config.lora.adapters.values())) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["spectral_loraforge_x1", "spectral_loraforge_x03", "base_only_x2", "x", "base_only_full"]
+)
+def test_names_that_are_no_arm(name: str) -> None:
+    with pytest.raises(UsageError, match="is no arm"):
+        Arm.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"stops": ["early", "exact"]}, "stop early is for SGLang"),
+        ({"engine": "sglang", "stops": ["early", "early"]}, "names stop early twice"),
+        ({"engine": "sglang", "stop": "early"}, "fleet f needs a cap_tokens of at least 1"),
+        ({"stops": ["exact", "natural"]}, "exact repeats natural lengths, which have to precede it"),
+        (
+            {"stops": ["natural", "exact"], "lengths_of": "uniform_native"},
+            "repeats the lengths of uniform_native",
+        ),
+    ],
+)
+def test_ways_to_end_that_make_no_sense(
+    served: dict[str, Any], changed: dict[str, Any], message: str
+) -> None:
+    served["arms"] = ["spectral_loraforge"]
+    with pytest.raises(ValidationError, match=message):
+        Experiment.model_validate(served | changed)
 
 
 def test_a_base_without_the_numbers_of_its_kv_cache(tmp_path: Path) -> None:

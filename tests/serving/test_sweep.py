@@ -146,6 +146,82 @@ def test_every_arm_serves_every_point_on_one_start(declare: Declare, tmp_path: P
     assert (tmp_path / "out" / RECORDS).read_bytes() == before
 
 
+def test_every_way_to_end_answers_is_measured_on_one_start(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        engine="sglang", stops=["early", "exact", "exact-eos"], trace=True,
+        arms=["spectral_loraforge", "base_only"], points=[{"rate": 200, "requests": 3, "seeds": [1, 2]}],
+    )  # fmt: skip
+    declared = yaml.safe_load(path.read_text())
+    for fleet, cap in zip(declared["fleets"].values(), (50, 60), strict=True):
+        fleet["cap_tokens"] = cap
+    path.write_text(yaml.safe_dump(declared))
+    outcome = sweep(path)
+    assert (outcome.problems, outcome.left) == ([], 0)
+    found = read_sweep(tmp_path / "out")
+    assert len(found.starts) == 2
+    ways = ("early", "exact", "exact-eos")
+    cases = [f"{arm}.{way}" for arm in ("spectral_loraforge", "base_only") for way in ways]
+    assert {point.key for point in found.points} == {(case, 200.0, seed) for case in cases for seed in (1, 2)}
+    for point in found.points:
+        assert point.workload == found.setting.workloads[point.seed - 1]  # the same lengths in every way
+        run = read_run(tmp_path / "out" / point.requests)
+        assert (run.run.stop, point.figures["failed"]) == (point.stop, 0)
+        assert run.run.caps == ({"f0": 50, "f1": 60} if point.stop == "early" else {})
+        assert point.admission.keys() == {"f0", "f1"}
+        assert point.admission["f0"].steps >= point.fleets["f0"]["requests"]
+        declared_tokens = point.admission["f1"].prefill_tokens_mean
+        assert declared_tokens is not None
+        assert (declared_tokens == 60) == (point.stop == "early")  # a scheduler knows no length but the cap
+        assert point.admission["f1"].waiting_peak == 3
+    kept = [json.loads(line) for line in (tmp_path / "out" / RECORDS).read_text().splitlines()]
+    torn = [row for row in kept if row.get("stop") != "exact" or row["seed"] == 1]
+    (tmp_path / "out" / RECORDS).write_text("".join(json.dumps(row) + "\n" for row in torn))
+    assert sweep(path).left == 0  # what lacks is measured on a start of its own
+    again = read_sweep(tmp_path / "out")
+    assert [point.case for point in again.points[-2:]] == ["spectral_loraforge.exact", "base_only.exact"]
+    assert (len(again.starts), len(again.points)) == (4, 12)
+
+
+def test_an_engine_that_traces_nothing_ends_its_arm(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        engine="vllm", trace=True, arms=["base_only"], points=[{"rate": 200, "requests": 3, "seeds": [1, 2]}]
+    )
+    outcome = sweep(path)  # this server knows the environment of SGLang's plugin alone
+    assert outcome.left == 2
+    assert len(outcome.problems) == 1
+    assert "the engine records no admissions" in outcome.problems[0]
+
+
+def test_names_of_an_adapter_are_asked_for_in_turn(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        engine="sglang", fleets=1, arms=["spectral_loraforge", "spectral_loraforge_x3"],
+        points=[{"rate": 200, "requests": 6, "seeds": [1]}],
+    )  # fmt: skip
+    assert sweep(path).left == 0
+    one, three = read_sweep(tmp_path / "out").points
+    assert one.workload == three.workload
+    runs = [read_run(tmp_path / "out" / point.requests) for point in (one, three)]
+    assert {request.model for request in runs[0].requests} == {"x", "y"}
+    assert all(request.model == f"{request.adapter}~{request.id % 3}" for request in runs[1].requests)
+    assert three.figures["failed"] == 0
+
+
+def test_natural_lengths_are_repeated_by_the_other_ways(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        stops=["natural", "exact"], fleets=1, arms=["spectral_loraforge", "base_only"],
+        points=[{"rate": 200, "requests": 2, "seeds": [1]}], conditioning="start",
+    )  # fmt: skip
+    assert sweep(path).left == 0
+    points = read_sweep(tmp_path / "out").points
+    assert [point.case for point in points] == [
+        "spectral_loraforge.natural", "spectral_loraforge.exact", "base_only.exact"
+    ]  # fmt: skip
+    natural, *others = points
+    assert all(point.workload.requests_sha256 == natural.workload.requests_sha256 for point in others)
+    answered = read_run(tmp_path / "out" / natural.requests).outputs()
+    assert [read_run(tmp_path / "out" / point.requests).outputs() for point in others] == [answered] * 2
+
+
 def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: Path) -> None:
     path = declare(
         "--token-s", "0.02", fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,

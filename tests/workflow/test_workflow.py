@@ -80,6 +80,8 @@ TARGETS = {
     *("figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"),
     *("ablation_shrink", "ablation_expand", "dispatch", "cpu_ops"),
     *("mixed_serving_vllm", "six_cell", "fixed_work", "residency", "cpu_serving"),
+    *("mixed_serving_sglang", "six_cell_sglang", "fixed_work_sglang", "residency_sglang"),
+    *("stopping_contract_sglang", "single_fleet_sglang", "adapters_500_sglang"),
 }
 
 
@@ -280,9 +282,15 @@ def test_a_processor_without_a_wheel_draws_from_evidence_and_says_so(copy: Path)
 def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
     snakemake: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    studies = ("mixed_serving_vllm", "six_cell", "fixed_work", "residency")
-    engine = ("--config", "gpu_serving={python: python3}", "--dry-run", "--")
-    for study in studies:
+    studies = (
+        "mixed_serving_vllm",
+        "six_cell",
+        "mixed_serving_sglang",
+        "six_cell_sglang",
+        "single_fleet_sglang",
+    )
+    engine = ("--config", "gpu_serving={python: python3, sglang_python: python3}", "--dry-run", "--")
+    for study in studies[::2]:
         run = snakemake(*engine, study)  # there is no GPU here
         if run.returncode:
             assert f"{study} cannot be run here (it takes a GPU, and " in run.stdout + run.stderr
@@ -295,7 +303,14 @@ def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     served = {"make_shapes", "sweep_gpu", "bag_evidence", "plot_live"}
     for study in studies:
-        assert jobs(snakemake(*engine, study)) - {"plot_committed"} == served
+        run = snakemake(*engine, study)
+        assert jobs(run) - {"plot_committed"} == served
+        sweeps = re.findall(r"Serve: (\w+)", run.stdout + run.stderr)
+        fleets = ("_qwen50", "_llama35") if study.startswith("single") else ("",)
+        assert sorted(sweeps) == sorted(f"{study}{fleet}" for fleet in fleets)
+    vllm_alone = ("--config", "gpu_serving={python: python3}", "--dry-run", "--")
+    run = snakemake(*vllm_alone, "six_cell_sglang")
+    assert "gpu_serving.sglang_python to name an interpreter" in run.stdout + run.stderr
     assert not jobs(snakemake(*engine, "figures")) & {*served, "sweep_cpu", "build_vllm_cpu"} - {
         "bag_evidence",
         "plot_live",

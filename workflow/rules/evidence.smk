@@ -8,11 +8,14 @@ RECORDS = {
     "quality": [f"{RESULTS}/quality.jsonl"],
     "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
     **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
-    **{study: [f"{RESULTS}/serving/{study}.jsonl"] for study in SERVING},
+    **{
+        study: [f"{RESULTS}/serving/{part}.jsonl" for part in parts_of(study)]
+        for study in SERVING
+    },
 }
 
 # descriptions of interpreters that records come from, where that is another one than the workflow's
-MACHINES = {study: machine_files(study) for study in SERVING}
+MACHINES = {study: machine_files(parts_of(study)[0]) for study in SERVING}
 
 # sections of the configuration, besides name and fleet, that the records of a study depend on
 DEPENDS = {
@@ -45,6 +48,12 @@ rule bag_evidence:
     params:
         lock=LOCK,
         config=lambda wildcards: section("name", "fleet", *DEPENDS[wildcards.study]),
+        target=lambda wildcards: target_of(wildcards.study),
+        engine=lambda wildcards: (
+            f"--engine {ENGINE_OF[wildcards.study]}"
+            if wildcards.study in ENGINES
+            else ""
+        ),
         protocol=lambda wildcards: protocol(wildcards.study),
         root=subpath(output[0], parent=True),
         records=lambda wildcards, input: [f"--records {file}" for file in input.records],
@@ -57,7 +66,7 @@ rule bag_evidence:
     message:
         "Bag the evidence: {wildcards.study}"
     shell:
-        "loraforge evidence bag {wildcards.study} {params.records} --config <(printf %s {params.config:q}) --fleet {params.lock}"
+        "loraforge evidence bag {params.target} {params.engine} {params.records} --config <(printf %s {params.config:q}) --fleet {params.lock}"
         " --protocol {params.protocol} {params.machine} --out {params.root} --force > {output} 2> >(tee {log} >&2)"
 
 

@@ -1,11 +1,13 @@
 rule plot_live:
     """A figure of this run's own records."""
     input:
-        lambda wildcards: bag_file(STUDY_OF[wildcards.figure]),
+        lambda wildcards: bag_file(STUDY_OF[wildcards.place + wildcards.figure]),
     output:
-        multiext(f"{RESULTS}/figures/{{figure}}", ".csv", ".svg", ".png", ".json"),
+        multiext(
+            f"{RESULTS}/figures/{{place}}{{figure}}", ".csv", ".svg", ".png", ".json"
+        ),
     log:
-        f"{RESULTS}/logs/plot_live_{{figure}}.log",
+        f"{RESULTS}/logs/plot_live_{{place}}{{figure}}.log",
     conda:
         "../../envs/core.yaml"
     params:
@@ -20,7 +22,7 @@ rule plot_live:
 rule plot_committed:
     """The same figure from the committed evidence of a larger machine, or of the full study."""
     input:
-        lambda wildcards: f"{EVIDENCE[STUDY_OF[wildcards.figure], wildcards.host]}/tagmanifest-sha256.txt",
+        lambda wildcards: f"{EVIDENCE[TARGET_OF[wildcards.figure], wildcards.host]}/tagmanifest-sha256.txt",
     output:
         multiext(
             f"{RESULTS}/figures/{{host}}/{{figure}}", ".csv", ".svg", ".png", ".json"
@@ -30,7 +32,7 @@ rule plot_committed:
     conda:
         "../../envs/core.yaml"
     params:
-        bag=lambda wildcards: EVIDENCE[STUDY_OF[wildcards.figure], wildcards.host],
+        bag=lambda wildcards: EVIDENCE[TARGET_OF[wildcards.figure], wildcards.host],
         folder=subpath(output[0], parent=True),
         source=source_digest("figures"),
     message:
@@ -44,7 +46,7 @@ DOCUMENTED = ["quality", "recompression"]
 DOCUMENTED += [
     figure
     for figure in ("dispatch_layers", "dispatch")
-    if (STUDY_OF[figure], "h200") in EVIDENCE
+    if (TARGET_OF[figure], "h200") in EVIDENCE
 ]
 
 
@@ -57,7 +59,7 @@ rule document_figures:
 rule plot_documented:
     """A figure of the README."""
     input:
-        lambda wildcards: f"{EVIDENCE[STUDY_OF[wildcards.figure], 'h200']}/tagmanifest-sha256.txt",
+        lambda wildcards: f"{EVIDENCE[TARGET_OF[wildcards.figure], 'h200']}/tagmanifest-sha256.txt",
     output:
         multiext("docs/figures/{figure}", ".csv", ".svg", ".png", ".json"),
     log:
@@ -143,6 +145,48 @@ rule residency:
     """Weights by execution by room for some or all adapters (Fig. 8); run where the others are."""
     input:
         lambda wildcards: serving_figures("residency"),
+
+
+rule mixed_serving_sglang:
+    """Both fleets on one device in SGLang, four arms over offered rates (Fig. 6, Table 7); on a GPU with it run again."""
+    input:
+        lambda wildcards: serving_figures("mixed_serving_sglang"),
+
+
+rule six_cell_sglang:
+    """Weights by execution in SGLang (Fig. 7, Table 3); run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("six_cell_sglang"),
+
+
+rule fixed_work_sglang:
+    """The deployed arms with equal output counts in SGLang (Fig. 16, Table 4); run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("fixed_work_sglang"),
+
+
+rule residency_sglang:
+    """Room for some or all adapters in SGLang (Fig. 8); run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("residency_sglang"),
+
+
+rule stopping_contract_sglang:
+    """Ways to end answers, and what SGLang's scheduler admits (Table 6); run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("stopping_contract_sglang"),
+
+
+rule single_fleet_sglang:
+    """Each fleet alone in SGLang over offered rates (Fig. 19, Table 9); run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("single_fleet_sglang"),
+
+
+rule adapters_500_sglang:
+    """Five hundred adapters resident in SGLang against fifty; run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("adapters_500_sglang"),
 
 
 rule cpu_serving:

@@ -40,7 +40,7 @@ rule make_shapes:
     resources:
         gpu=1,
     params:
-        python=CONFIG.gpu_serving.python,
+        python=CONFIG.gpu_serving.python or CONFIG.gpu_serving.sglang_python,
         folder=subpath(output[0], parent=True),
         spectra=lambda wildcards, input: (
             f"--spectra {input.spectra[0]}" if input.spectra else ""
@@ -55,28 +55,28 @@ rule make_shapes:
 rule sweep_gpu:
     """A serving experiment on the GPU: every arm's engines started, the same workloads replayed to each."""
     input:
-        lambda wildcards: served_files(wildcards.study),
-        sweep=lambda wildcards: sweep_file(wildcards.study),
+        shapes=f"{SHAPES}/ready",
+        sweep=lambda wildcards: sweep_file(wildcards.sweep),
     output:
-        records=f"{RESULTS}/serving/{{study}}.jsonl",
-        machine=machine_files("{study}"),
+        records=f"{RESULTS}/serving/{{sweep}}.jsonl",
+        machine=machine_files("{sweep}"),
     log:
-        f"{RESULTS}/logs/sweep_{{study}}.log",
+        f"{RESULTS}/logs/sweep_{{sweep}}.log",
     wildcard_constraints:
-        study="|".join(GPU_SERVING),
+        sweep="|".join(SWEEPS),
     conda:
         "../../envs/core.yaml"
     threads: workflow.cores
     resources:
         gpu=1,
     params:
-        python=CONFIG.gpu_serving.python,
-        root=SHAPES,
-        unfinished=lambda wildcards: unfinished(wildcards.study, SWEEP_SOURCE),
+        python=lambda wildcards: PYTHONS[declared(wildcards.sweep).engine],
+        root=subpath(input.shapes, parent=True),
+        unfinished=lambda wildcards: unfinished(wildcards.sweep, SWEEP_SOURCE),
         machine=lambda wildcards, output: Path(output.machine[0]).parent,
         source=SWEEP_SOURCE,
     message:
-        "Serve: {wildcards.study}"
+        "Serve: {wildcards.sweep}"
     shell:
         "({params.python} -m loraforge bench sweep {input.sweep} --root {params.root} -o {params.unfinished}"
         " && {params.python} -m loraforge evidence machine --out {params.machine}"
@@ -104,7 +104,9 @@ rule sweep_cpu:
         source=SWEEP_SOURCE + jit.source_hash("cpu"),
     message:
         "Serve on the processors"
+    # Snakemake sets the numbers of threads to the rule's, but the engine binds its own to cores and leaves one free: more threads than
+    # it has cores spin against each other, and it answers many times slower.
     shell:
-        "({params.python} -m loraforge bench sweep {input.sweep} -o {params.unfinished}"
+        "(env -u OMP_NUM_THREADS -u MKL_NUM_THREADS {params.python} -m loraforge bench sweep {input.sweep} -o {params.unfinished}"
         " && {params.python} -m loraforge evidence machine --out {params.machine}"
         " && mv {params.unfinished}/records.jsonl {output.records}) 2>&1 | tee {log}"

@@ -15,11 +15,15 @@ from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.reader_fuzz import ReaderFuzzTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
 from loraforge.evidence.targets.serving import (
+    Adapters500,
     CpuServing,
     FixedWork,
+    MixedServingSglang,
     MixedServingVllm,
     Residency,
+    SingleFleet,
     SixCell,
+    StoppingContract,
 )
 from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
@@ -37,9 +41,13 @@ TARGETS: dict[str, Target[Any]] = {
         DispatchTarget(),
         CpuOpsTarget(),
         MixedServingVllm(),
+        MixedServingSglang(),
         SixCell(),
         FixedWork(),
         Residency(),
+        StoppingContract(),
+        SingleFleet(),
+        Adapters500(),
         CpuServing(),
         ReaderFuzzTarget(),
     )

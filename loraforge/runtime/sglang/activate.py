@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +12,20 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from loraforge.errors import MissingDependencyError
 from loraforge.runtime import counters
-from loraforge.runtime.sglang import BACKEND, command_line, version
+from loraforge.runtime.sglang import BACKEND, command_line, scheduler, version
+from loraforge.runtime.sglang.options import Options
 
 Factory = Callable[[], type]
 
 
 def activate(*, native: bool) -> None:
     """Register the backend, once a process. native: ``loraforge`` is the engine's csgmv, and all its backends count
-    what they load."""
+    what they load. Raises LoraForgeError for options that mean nothing."""
     backends: dict[str, Factory] = lora_registry.LORA_SUPPORTED_BACKENDS
     if BACKEND in backends:
         return
     problem = version.problem()
+    scheduler.install(os.environ, problem)
 
     def offer(_: Any, parser: ArgumentParser) -> None:
         command_line.extend(parser, problem)
@@ -35,6 +38,7 @@ def activate(*, native: bool) -> None:
         if counters.wanted():
             backends.update({name: _counted(factory) for name, factory in backends.items()})
     else:
+        Options.of(os.environ)  # what means nothing is refused before a model is loaded
         backends[BACKEND] = create
 
 

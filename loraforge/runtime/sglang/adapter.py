@@ -108,6 +108,10 @@ class PackedAdapter(LoRAAdapter):
         self._native()
         for layer, weights in zip(self.layers, mine, strict=True):
             layer.weights.update(weights)
+        if not factors and not any(True for _ in self._rest()):
+            raise InputError(
+                "has no tensor of a LoRA layer", path=self._path, remedy="save the adapter again"
+            )
         self._check_rest(memory)
         if self._path.is_dir():
             check_manifest(self._path, ranks)

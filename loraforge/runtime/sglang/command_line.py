@@ -7,8 +7,9 @@ from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
+from loraforge.errors import UsageError
 from loraforge.runtime.sglang import BACKEND
-from loraforge.runtime.sglang.options import FLAGS
+from loraforge.runtime.sglang.options import FLAGS, Options
 
 
 def extend(parser: ArgumentParser, problem: str | None) -> None:
@@ -36,7 +37,11 @@ def _refusing(problem: str) -> Callable[[str], str]:
 
 
 class _ToEnvironment(Action):
-    """Leaves the value where the processes that the engine starts find it."""
+    """Leaves the value where the processes that the engine starts find it, if it means something."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, flag: Any = None) -> None:
+        try:
+            Options.of({self.dest.upper(): values})
+        except UsageError as error:
+            parser.error(str(error))
         os.environ[self.dest.upper()] = values

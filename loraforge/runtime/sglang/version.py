@@ -28,12 +28,18 @@ def problem() -> str | None:
     return f"sglang {version} is not a version that the plugin was written for ({', '.join(SUPPORTED)})"
 
 
-def require() -> str:
-    """The version of the installed SGLang. Raises MissingDependencyError where there is none, or one that is not
-    supported."""
+def require_any() -> str:
+    """The version of the installed SGLang, supported or not. Raises MissingDependencyError where there is none."""
     version = find()
     if version is None:
         raise MissingDependencyError("SGLang is not installed", remedy="pip install 'loraforge[sglang]'")
+    return version
+
+
+def require() -> str:
+    """The version of the installed SGLang. Raises MissingDependencyError where there is none, or one that is not
+    supported."""
+    version = require_any()
     if refused := problem():
         raise MissingDependencyError(
             refused, remedy="install that version, or serve with another --lora-backend"

@@ -8,16 +8,16 @@ rule, so that memory, preemption, priorities and aborted requests remain the eng
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from loraforge.errors import OutputError, UsageError
+from loraforge.errors import UsageError
 from loraforge.runtime.deferred import DeferredAdmission
+from loraforge.runtime.trace import AdmissionTrace
 
 # keys of the engine's additional_config
 DECODE_STEPS = "loraforge_decode_steps"  # steps that decode alone after one with a prompt; 0: off
@@ -65,7 +65,7 @@ class _Deferring:
         native.__init__(*args, vllm_config=vllm_config, **kwargs)
         steps, trace = _options(vllm_config)
         self._admission = DeferredAdmission(steps)
-        self._trace = None if trace is None else _open(trace)
+        self._trace = None if trace is None else AdmissionTrace(trace, TRACE)
         logger.info("LoRAForge defers prompts for %d decode steps after each step with a prompt", steps)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -99,17 +99,14 @@ class _Deferring:
         decode = sum(tokens.values()) - prefill
         self._admission.ran(prefill, decode)
         if self._trace is not None:
-            record = {
-                "step": engine.current_step,
-                "held": held,
-                "prefill_tokens": prefill,
-                "decode_tokens": decode,
-                "prefill_requests": len(prompts),
-                "decode_requests": len(tokens) - len(prompts),
-                "running": len(engine.running),
-                "unfinished": engine.get_num_unfinished_requests(),
-            }
-            self._trace.write(json.dumps(record) + "\n")
+            self._trace.add(
+                engine.current_step,
+                held=held,
+                prefill=(prefill, len(prompts)),
+                decode=(decode, len(tokens) - len(prompts)),
+                running=len(engine.running),
+                unfinished=engine.get_num_unfinished_requests(),
+            )
 
     def shutdown(self) -> None:
         native: Any = super()
@@ -135,12 +132,3 @@ def _can_decode(request: Any, step: int) -> bool:
         and request.num_computed_tokens < request.num_tokens + underway
         and request.next_decode_eligible_step <= step
     )
-
-
-def _open(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8", buffering=1)  # a line is whole even if the engine is killed
-    except OSError as error:
-        raise OutputError(
-            error.strerror or str(error), path=path, key=TRACE, remedy="name a file that can be written"
-        ) from error

@@ -1,0 +1,29 @@
+"""The same points under several ways to end answers, and what schedulers admitted (paper, table 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loraforge.evidence.tables import Table
+from loraforge.evidence.targets.serving_study import Item
+from loraforge.figures.serving_tables import THROUGHPUT, draw_table, table_of
+from loraforge.figures.style import Context
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS = (
+    *("output_tokens", *THROUGHPUT[1:]),
+    *("prefill_tokens_mean", "decode_requests_peak"),
+)
+
+
+def table(records: Sequence[Item]) -> Table:
+    """Averages of METRICS by case and offered rate."""
+    return table_of(records, METRICS)
+
+
+def draw(rows: Table, context: Context) -> Figure:
+    """A block an offered rate, a line an arm and way to end."""
+    return draw_table(rows, context, METRICS)
