@@ -185,6 +185,13 @@ def test_what_was_found_before(kind: str) -> None:
         _try(kind, path.read_bytes())
 
 
+def test_the_documented_search_is_the_evidence() -> None:
+    root = FLEET.parents[1]
+    summary = json.loads((root / "evidence/reader_fuzz/20261130-cpu2/data/summary.json").read_text())
+    words = f"It tried {summary['inputs']:,} inputs in {summary['seconds']:.0f} s, none of which failed"
+    assert words in (root / "docs" / "formats.md").read_text(encoding="utf-8").replace("\n", " ")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_bytes_give_an_adapter_or_one_error(kind: str) -> None:
     if not SECONDS:
