@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_io import Adapter
 from loraforge.fleet.source import open_source
+from loraforge.garbage import uncollected
 from loraforge.progress import say
 
 
@@ -82,21 +82,8 @@ def compress(
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
-    with _uncollected():
+    with uncollected():
         return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices, options, moments)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave cycles alone: a fleet is hundreds of thousands of records, none in one, and each collection would go
-    through all of them while every thread waits."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _compress(

@@ -39,6 +39,7 @@ Policy = Literal[
 ]
 Layout = Literal["ragged", "padded"]
 Method = Literal["auto", "gram", "tsqr", "reference"]
+Keep = Literal["factors", "spectra"]
 Recompressor = Literal["florist", "spectral_transform", "fraq", "tsqr", "gram"]
 
 
@@ -64,6 +65,15 @@ class FactorConfig(_Strict):
     """How ordered factors are built."""
 
     method: Method = Field("auto", description="auto: gram, and tsqr where gram is ill-conditioned")
+    parts: int = Field(
+        1,
+        ge=1,
+        description="jobs that divide the fleet's adapters between them, on as many machines as there are",
+    )
+    cache: Path = Field(
+        Path(".cache/loraforge"),
+        description="folder of the factor cache; jobs on other machines must see it too",
+    )
 
 
 class ExportConfig(_Strict):
@@ -142,6 +152,15 @@ class GpuServingConfig(_Strict):
     )
 
 
+class ScaleConfig(_Strict):
+    """The growth of time and memory with the number of adapters."""
+
+    adapters: tuple[Annotated[int, Field(ge=2)], ...] | None = Field(
+        None, description="sizes of synthetic fleets to measure here; null: drawn from evidence"
+    )
+    rank: int = Field(2, ge=1, description="nominal rank of every module of those fleets")
+
+
 class RunConfig(_Strict):
     """One experiment: a fleet, its budgets, and how much of each study to run."""
 
@@ -161,6 +180,7 @@ class RunConfig(_Strict):
     cpu_ops: CpuOpsConfig = CpuOpsConfig()
     cpu_serving: CpuServingConfig = CpuServingConfig()
     gpu_serving: GpuServingConfig = GpuServingConfig()
+    scale: ScaleConfig = ScaleConfig()
 
 
 def parse_config(value: dict[str, Any], path: str | Path = "config") -> RunConfig:

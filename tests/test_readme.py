@@ -64,7 +64,8 @@ COMPARED = (
     ("times_floor", ".native"),
 )
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
-# (target, machine) -> what docs/kernels.md states of it
+PAGES = {"scale": "docs/scale.md"}
+# (target, machine) -> what docs/kernels.md, or the target's own page, states of it
 MEASURED = {
     ("dispatch", "h200"): (
         *("decode_layer_us.rank8", "decode_layer_us.rank8.floor", "decode_layer_us.rank8.sequence"),
@@ -94,6 +95,18 @@ MEASURED = {
             "cases_failed",
         ),
     ),
+    ("scale", "cpu2"): (
+        *(
+            f"adapters_{size}.{name}"
+            for size in (10, 100, 1000)
+            for name in (
+                *("modules", "factor_s", "factor_cpu_s", "peak_gib", "baseline_gib", "allocate_s"),
+                *("choice_s", "add_one_s", "add_one_cpu_s", "remove_one_s", "remove_one_cpu_s"),
+                *("rebudget_s", "rebudget_cpu_s"),
+            )
+        ),
+        *("peak_mib_an_adapter", "rank", "parameters", "threads"),
+    ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
 ROW = re.compile(r"^\| `([\w.]+)` \| ([\d.,]+) \|$", re.MULTILINE)
@@ -121,18 +134,19 @@ def test_numbers_are_shown_to_three_digits() -> None:
 
 
 @pytest.mark.parametrize(("target", "host"), list(MEASURED))
-def test_the_table_of_a_kernel_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
-    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+def test_the_table_of_a_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
+    name = PAGES.get(target, "docs/kernels.md")
+    page = (ROOT / name).read_text(encoding="utf-8")
     index = (ROOT / "evidence/INDEX.sha256").read_text()
     current = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
     stated = re.search(rf"^From `evidence/{target}/([\w-]+)`:\n\n((?:\|.*\n)+)", page, re.MULTILINE)
     if current is None:
-        assert stated is None, f"docs/kernels.md states numbers of {target}, of which there is no evidence"
+        assert stated is None, f"{name} states numbers of {target}, of which there is no evidence"
         pytest.skip(f"no evidence of {target} on {host} yet")
     values = json.loads((ROOT / "evidence" / target / current[1] / "data/summary.json").read_text())
     rows = "".join(f"| `{key}` | {shown(values[key])} |\n" for key in MEASURED[target, host])
     wanted = f"From `evidence/{target}/{current[1]}`:\n\n| key | value |\n|---|---|\n{rows}"
-    assert wanted in page, f"docs/kernels.md, section Measured, should have:\n\n{wanted}"
+    assert wanted in page, f"{name}, section Measured, should have:\n\n{wanted}"
     assert stated is not None
     assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,21 @@ class ModuleShape(Protocol):
     def d_in(self) -> int: ...
     @property
     def d_out(self) -> int: ...
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Modules in columns: names, int64 [M] rank and cost of one direction, float64 [sum of rank] spectra one after the
+    other. The factor cache's modules come so, which spares a fleet of a thousand adapters 252,000 calls."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def rank(self) -> Ints: ...
+    @property
+    def cost(self) -> Ints: ...
+    @property
+    def sigma(self) -> Floats: ...
 
 
 class Spectra(Protocol):
@@ -77,15 +92,23 @@ class Allocation:
 def problem_of(fleet: Iterable[Spectra]) -> Problem:
     """Gather the modules and spectra of a factorised fleet."""
     names: list[tuple[str, str]] = []
-    shapes: list[tuple[int, int]] = []
+    rank: list[Ints] = []
+    cost: list[Ints] = []
     spectra: list[Floats] = []
     for adapter in fleet:
-        for name, module in adapter.modules.items():
-            names.append((adapter.adapter, name))
-            shapes.append((module.rank, module.d_in + module.d_out))
-            spectra.append(adapter.spectrum(name))
-    rank, cost = np.array(shapes, dtype=np.int64).T
-    return Problem(names, rank, cost, np.concatenate(spectra).astype(np.float64))
+        modules = adapter.modules
+        names += [(adapter.adapter, name) for name in modules]
+        if isinstance(modules, Table):
+            rank.append(modules.rank)
+            cost.append(modules.cost)
+            spectra.append(modules.sigma)
+            continue
+        rank.append(np.array([module.rank for module in modules.values()], dtype=np.int64))
+        cost.append(np.array([module.d_in + module.d_out for module in modules.values()], dtype=np.int64))
+        spectra += [adapter.spectrum(name) for name in modules]
+    return Problem(
+        names, np.concatenate(rank), np.concatenate(cost), np.concatenate(spectra).astype(np.float64)
+    )
 
 
 def allocate(

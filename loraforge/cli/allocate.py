@@ -100,21 +100,31 @@ def allocate(
     from loraforge.allocate.policy import allocate as choose
     from loraforge.allocate.policy import allocation_records, problem_of
     from loraforge.compress import widest
+    from loraforge.factor.streaming import stream_source
     from loraforge.fleet.lock import fleet_name
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
+    from loraforge.garbage import uncollected
     from loraforge.progress import say
 
     require_moments(chosen_policy, moments)
-    fleet = open_source(source, ReadOptions(allow_pickle, base))
-    known = None if moments is None else load_moments(moments)
-    problem = problem_of(entries_of(fleet, cache, moments=known, method=chosen_method))
-    chosen = choose(
-        problem, chosen_policy, wanted, bytes_per_parameter=width or widest(fleet), options=options
-    )
+    reading = ReadOptions(allow_pickle, base)
+    with uncollected():
+        if moments is None and width is not None:
+            entries = stream_source(
+                source, cache, need="spectra", method=chosen_method, options=reading
+            ).entries
+        else:  # moments are of modules, and so are stored types
+            known = None if moments is None else load_moments(moments)
+            fleet = open_source(source, reading)
+            entries = entries_of(fleet, cache, moments=known, method=chosen_method)
+            width = width or widest(fleet)
+        problem = problem_of(entries)
+        chosen = choose(problem, chosen_policy, wanted, bytes_per_parameter=width, options=options)
     if warning := floor_warning(wanted, chosen.ceiling, problem.rank, problem.cost):
         say(warning)
-    save_allocation(allocation_file(fleet_name(source), problem, chosen), out)
+    with uncollected():
+        save_allocation(allocation_file(fleet_name(source), problem, chosen), out)
     if records is not None:
         write_jsonl(records, allocation_records(problem, chosen))
     say(

@@ -211,3 +211,44 @@ def cpu_ops(
     write_jsonl(out, records)
     for key, value in CpuOpsTarget().summarise(CpuOpsTarget().read(out), "").items():
         say(f"{key:60s} {value:10.2f}")
+
+
+@app.command()
+def scale(
+    out: Annotated[Path, typer.Option("-o", "--out", help="records (JSON Lines)")] = Path(
+        "results/scale.jsonl"
+    ),
+    adapters: Annotated[
+        str, typer.Option(help="comma-separated sizes of fleets; the smaller are the first of the largest")
+    ] = "10,100,1000",
+    rank: Annotated[int, typer.Option(min=1, help="nominal rank of every module")] = 2,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            help="where adapters and caches lie meanwhile (8 GB for 1000 of rank 2); default: by OUT"
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="threads; default: the available CPUs")] = None,
+) -> None:
+    """Time planning by number of adapters, and its memory.
+
+    Synthetic adapters with the modules of Qwen3-4B: factorised, allocated, one more, one less, another budget, and a
+    killed run that goes on. They are removed at the end.
+    """
+    from loraforge.bench.scale import benchmark
+    from loraforge.evidence.targets.scale import ScaleTarget
+    from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.progress import say
+
+    sizes = [int(text) if text.isdecimal() else 0 for text in adapters.replace(" ", "").split(",")]
+    if not all(2 <= size <= 100_000 for size in sizes):
+        raise UsageError(
+            f"{adapters!r} are not numbers of 2 to 100,000 adapters",
+            key="--adapters",
+            remedy="write them as 10,100,1000",
+        )
+    refuse_unwritable(out)
+    records = benchmark(sizes, rank, work or out.with_suffix(".work"), workers=workers)
+    write_jsonl(out, records)
+    for key, value in ScaleTarget().summarise(ScaleTarget().read(out), "").items():
+        say(f"{key:40s} {value:10.4g}")

@@ -24,28 +24,49 @@ def factor(
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="factors, or spectra alone: 30 kB an adapter, enough to allocate; export builds the rest"
+        ),
+    ] = "factors",
+    part: Annotated[
+        str | None, typer.Option(help="the second of eight parts of the fleet's adapters: 2/8")
+    ] = None,
     allow_pickle: AllowPickle = False,
     base: BaseFolder = None,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
-    from loraforge.export.options import parse_method
+    from loraforge.export.options import parse_keep, parse_method
     from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.fleet.parts import parse_part
 
-    chosen = parse_method(method)
+    chosen, kept, share = parse_method(method), parse_keep(keep), parse_part(part)
     if records is not None:
         refuse_unwritable(records)
 
-    from loraforge.factor.fleet import factorise_fleet
     from loraforge.factor.gpu import device_names
     from loraforge.factor.spectra import spectra_records
+    from loraforge.factor.streaming import stream_source
     from loraforge.fleet.options import ReadOptions
-    from loraforge.fleet.source import open_source
     from loraforge.progress import Timer, say
 
-    fleet = open_source(source, ReadOptions(allow_pickle, base))
     with Timer() as timer:
-        cached = factorise_fleet(fleet, cache, method=chosen, workers=workers, devices=device_names(devices))
+        done = stream_source(
+            source,
+            cache,
+            need=kept,
+            keep=kept,
+            part=share,
+            method=chosen,
+            workers=workers,
+            devices=device_names(devices),
+            options=ReadOptions(allow_pickle, base),
+        )
     if records is not None:
-        write_jsonl(records, spectra_records(cached))
-    modules = sum(len(adapter.modules) for adapter in cached)
-    say(f"{len(cached)} adapters, {modules} modules in {cache} after {timer.s:.1f} s")
+        write_jsonl(records, spectra_records(done.entries))
+    modules = sum(len(adapter.modules) for adapter in done.entries)
+    say(
+        f"{len(done.entries)} adapters, {modules} modules in {cache} after {timer.s:.1f} s"
+        f" ({done.factorised} factorised)"
+    )

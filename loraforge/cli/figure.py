@@ -16,8 +16,9 @@ def figure(
         str,
         typer.Argument(
             help="spectra, allocation, quality, recompression, shrink_ablation, expand_ablation, expand_native,"
-            " dispatch, dispatch_map, dispatch_layers, cpu_ops, mixed_serving_vllm, mixed_serving_sglang, six_cell,"
-            " fixed_work, residency, stopping_contract, single_fleet, adapters_500, cpu_serving, or a _table of these",
+            " dispatch, dispatch_map, dispatch_layers, cpu_ops, scale, mixed_serving_vllm, mixed_serving_sglang,"
+            " six_cell, fixed_work, residency, stopping_contract, single_fleet, adapters_500,"
+            " cpu_serving, or a _table of these",
             show_default=False,
         ),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, get_args
 
-from loraforge.config import Layout, Method, Policy
+from loraforge.config import Keep, Layout, Method, Policy
 from loraforge.errors import UsageError
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -42,3 +42,8 @@ def parse_dtype(text: str) -> str:
 def parse_method(text: str) -> Method:
     """The factor method named by ``text``. Raises UsageError for an unknown one."""
     return choose("method", text, get_args(Method))
+
+
+def parse_keep(text: str) -> Keep:
+    """What is kept of factorised adapters. Raises UsageError for an unknown word."""
+    return choose("keep", text, get_args(Keep))

@@ -108,7 +108,8 @@ def group_by_shape(
         groups[d_in, d_out, rank].append(key)
     batches: list[tuple[float, list[K]]] = []
     for (d_in, d_out, rank), keys in groups.items():
-        size = max_batch or max(1, _BATCH_BYTES // (8 * rank * (d_in + d_out)))
+        # acceptance multiplies with probes, which at small ranks are wider than the factors
+        size = max_batch or max(1, _BATCH_BYTES // (8 * max(rank, PROBES) * (d_in + d_out)))
         for start in range(0, len(keys), size):
             batch = keys[start : start + size]
             batches.append((len(batch) * rank**2 * float(d_in + d_out + 20 * rank), batch))

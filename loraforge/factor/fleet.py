@@ -14,8 +14,18 @@ from pathlib import Path
 
 import torch
 
+from loraforge.config import Keep
 from loraforge.factor import gpu
-from loraforge.factor.cache import BuildTiming, CachedAdapter, cache_path, find, store, store_timing
+from loraforge.factor.cache import (
+    BuildTiming,
+    CachedAdapter,
+    cache_path,
+    find,
+    find_spectra,
+    spectra_path,
+    store,
+    store_timing,
+)
 from loraforge.factor.engine import Method, factorise_adapter, paths_of
 from loraforge.factor.pool import Pool, worker_pool
 from loraforge.factor.stages import Stages
@@ -33,6 +43,7 @@ def factorise_fleet(
     workers: int | None = None,
     devices: Sequence[str] = (),
     stages: Stages | None = None,
+    keep: Keep = "factors",
 ) -> list[CachedAdapter]:
     """Build the entries that are missing or damaged, and open all of them, in the order of ``adapters``.
 
@@ -41,32 +52,65 @@ def factorise_fleet(
     between them, one process each. Every finished adapter stays: an interrupted run resumes.
 
     ``workers``: threads of the CPU, by default the available ones. ``stages`` gets the wall-clock seconds of this
-    call: ``hash`` (of the weights), ``load``, and ``factor``, which is all else. Raises InputError for unusable
+    call: ``hash`` (of the weights), ``load``, and ``factor``, which is all else. ``keep``: with ``spectra``, factors
+    are built and checked but not kept, and entries without them will do. Raises InputError for unusable
     factors, LoraForgeError where acceptance fails, OutputError where writing does.
     """
-    paths_of(method)
-    if torch.cuda.is_available() and not gpu.available():
-        say("there is a GPU, but no compiler for its kernels: working on the CPU (see loraforge doctor)")
+    check_method(method)
     stages = Stages() if stages is None else stages
     started = time.perf_counter()
     inner = Stages()
-    with inner("hash"):
-        hash_weights(adapters)
-    paths = [cache_path(adapter, cache, method) for adapter in adapters]
-    found = list(in_threads(lambda pair: find(*pair), list(zip(adapters, paths, strict=True))))
-    # adapters of equal weights share an entry
-    missing = {
-        path: adapter for path, adapter, entry in zip(paths, adapters, found, strict=True) if not entry
-    }
+    missing, entries = divide(adapters, cache, method, inner, keep)
     if missing:
-        sweep_files(paths[0].parent)  # a half-written entry of a killed run is as large as a whole one
-    entries = _build(missing, method, workers, devices, inner) if missing else []
-    built = {entry.path: entry for entry in entries}
+        with progress("factor", len(missing)) as ticker:
+            built = build(missing, method, inner, ticker, workers=workers, devices=devices, keep=keep)
+    else:
+        built = []
     stages.merge(inner)
     stages.add("factor", time.perf_counter() - started - sum(inner.seconds.values()))
+    return complete(adapters, entries, built)
+
+
+def check_method(method: Method) -> None:
+    """Raise UsageError for a method that does not exist; say so where a GPU must be left idle."""
+    paths_of(method)
+    if torch.cuda.is_available() and not gpu.available():
+        say("there is a GPU, but no compiler for its kernels: working on the CPU (see loraforge doctor)")
+
+
+Entries = list[tuple[Path, CachedAdapter | None]]
+
+
+def divide(
+    adapters: Sequence[Adapter], cache: Path, method: Method, stages: Stages, need: Keep = "factors"
+) -> tuple[dict[Path, Adapter], Entries]:
+    """Adapters whose entries are missing, by the paths of those (adapters of equal weights share one), and for each of
+    ``adapters`` where its entry is, and the entry itself unless it is missing. An entry must have what ``need`` says.
+    ``stages`` gets ``hash``."""
+    with stages("hash"):
+        hash_weights(adapters)
+    paths = [cache_path(adapter, cache, method) for adapter in adapters]
+
+    def look(pair: tuple[Adapter, Path]) -> CachedAdapter | None:
+        adapter, path = pair
+        entry = None if need == "factors" else find_spectra(adapter.name, path)
+        return entry or find(adapter, path)
+
+    entries = list(zip(paths, in_threads(look, list(zip(adapters, paths, strict=True))), strict=True))
+    missing = {
+        path: adapter for adapter, (path, entry) in zip(adapters, entries, strict=True) if entry is None
+    }
+    return missing, entries
+
+
+def complete(
+    adapters: Sequence[Adapter], entries: Entries, built: Sequence[CachedAdapter]
+) -> list[CachedAdapter]:
+    """All entries of ``adapters``: those there were, and those that were ``built`` for the others."""
+    made = {entry.path: entry for entry in built}
     return [
-        entry or CachedAdapter(adapter.name, path, built[path].modules)
-        for adapter, path, entry in zip(adapters, paths, found, strict=True)
+        entry or CachedAdapter(adapter.name, path, made[path].modules)
+        for adapter, (path, entry) in zip(adapters, entries, strict=True)
     ]
 
 
@@ -78,34 +122,41 @@ def hash_weights(adapters: Sequence[Adapter]) -> None:
         adapter.state_sha256(sha256)
 
 
-def _build(
+def build(
     missing: Mapping[Path, Adapter],
     method: Method,
-    workers: int | None,
-    devices: Sequence[str],
     stages: Stages,
+    ticker: Ticker,
+    *,
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    keep: Keep = "factors",
 ) -> list[CachedAdapter]:
+    """Build the entries of ``missing`` at the paths that are its keys; see :func:`factorise_fleet`."""
+    for folder in {place.parent for path in missing for place in (path, spectra_path(path))}:
+        sweep_files(folder)  # a half-written entry of a killed run is as large as a whole one
     # what GPUs need is not imported where there is none
-    with progress("factor", len(missing)) as ticker:
-        if method != "reference" and len(devices) > 1 and len(missing) > 1:
-            from loraforge.factor.gpu.processes import build_on_devices
+    if method != "reference" and len(devices) > 1 and len(missing) > 1:
+        from loraforge.factor.gpu.processes import build_on_devices
 
-            return build_on_devices(missing, method, workers, devices, ticker)
-        backend = None if method == "reference" else gpu.kernels()
-        with worker_pool(workers) as pool:
-            if method != "reference" and backend is not None:
-                from loraforge.factor.gpu.entries import build_on_gpu
+        return build_on_devices(missing, method, workers, devices, ticker, keep)
+    backend = None if method == "reference" else gpu.kernels()
+    with worker_pool(workers) as pool:
+        if method != "reference" and backend is not None:
+            from loraforge.factor.gpu.entries import build_on_gpu
 
-                return build_on_gpu(missing, backend, method, pool, stages, ticker)
-            return [_build_on_cpu(adapter, path, method, pool, ticker) for path, adapter in missing.items()]
+            return build_on_gpu(missing, backend, method, pool, stages, ticker, keep)
+        return [_build_on_cpu(adapter, path, method, pool, ticker, keep) for path, adapter in missing.items()]
 
 
-def _build_on_cpu(adapter: Adapter, path: Path, method: Method, pool: Pool, ticker: Ticker) -> CachedAdapter:
+def _build_on_cpu(
+    adapter: Adapter, path: Path, method: Method, pool: Pool, ticker: Ticker, keep: Keep
+) -> CachedAdapter:
     started, stages = time.perf_counter(), Stages()
     modules = factorise_adapter(adapter, method=method, pool=pool, stages=stages)
     shares = {name: seconds / pool.workers for name, seconds in stages.seconds.items()}
     with (write := Stages())("write"):
-        entry = store(adapter, path, modules)
+        entry = store(adapter, path, modules, keep=keep)
     store_timing(entry, BuildTiming(time.perf_counter() - started, pool.workers, shares | write.seconds))
     ticker.advance(adapter.name)
     return entry

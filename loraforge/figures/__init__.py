@@ -19,7 +19,7 @@ FORMATS = ("csv", "svg", "png")
 FIGURES = (
     *("spectra", "allocation", "quality", "recompression"),
     *("shrink_ablation", "expand_ablation", "expand_native", "dispatch", "dispatch_map", "dispatch_layers"),
-    "cpu_ops",
+    *("cpu_ops", "scale"),
     *("mixed_serving_vllm", "mixed_serving_sglang", "mixed_serving_sglang_table"),
     *("six_cell", "six_cell_table", "fixed_work", "fixed_work_table", "residency", "stopping_contract"),
     *("single_fleet", "single_fleet_table", "adapters_500", "cpu_serving"),

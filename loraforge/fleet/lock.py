@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from loraforge.errors import InputError, IntegrityError
 from loraforge.files import sha256_file, write_json
 from loraforge.fleet.locked_sources import Name, PathSource, Sha256, Source, Strict, key_parts
+from loraforge.fleet.parts import WHOLE, Part
 from loraforge.fleet.store import Store
 from loraforge.fleet.untrusted_json import read_untrusted_json, shown
 from loraforge.fleet.untrusted_path import require_regular
@@ -87,6 +88,10 @@ class FleetLock(Strict):
             return Path(os.path.normpath(Path(lock).parent / adapter.source.path))
         return Store.of_user().folder(adapter.hashes)
 
+    def part(self, part: Part) -> FleetLock:
+        """The lock with a part of its adapters alone, which may be none."""
+        return self.model_copy(update={"adapters": self.adapters[part.slice]})
+
     def local_files(self, lock: Path) -> list[Path]:
         """All locked files that lie beside a lock read from the file ``lock``."""
         return [
@@ -123,8 +128,8 @@ def save_lock(lock: FleetLock, path: Path) -> None:
     write_json(path, lock.model_dump(mode="json", by_alias=True))
 
 
-def verify(path: Path) -> FleetLock:
-    """Re-hash every file that the lock at ``path`` names.
+def verify(path: Path, part: Part = WHOLE) -> FleetLock:
+    """Re-hash every file that the lock at ``path`` names, or those of a part of its adapters.
 
     Raises InputError for a malformed lock, IntegrityError for a missing or changed file; the latter names the
     file and both hashes (or sizes).
@@ -136,7 +141,8 @@ def verify(path: Path) -> FleetLock:
         for file in adapter.files:
             _verify_file(folder / file.name, file, path.parent if local else folder, _remedy(path, local))
 
-    for _ in track(in_threads(check, lock.adapters), "verify", len(lock.adapters)):
+    chosen = lock.adapters[part.slice]
+    for _ in track(in_threads(check, chosen), "verify", len(chosen)):
         pass
     return lock
 

@@ -248,27 +248,42 @@ def open_fleet(adapters: Sequence[Path], options: ReadOptions = DEFAULT) -> list
     return check_fleet([open_adapter(path, options=options) for path in find_adapters(adapters)])
 
 
+@dataclass(frozen=True)
+class Member:
+    """What one fleet asks of its adapters: names of their own, and one base model."""
+
+    name: str
+    base_model: str
+    path: Path
+
+
 def check_fleet(fleet: list[Adapter]) -> list[Adapter]:
     """Return ``fleet`` where names are unique and the base model is one; raise InputError otherwise."""
-    if not fleet:
+    check_members([Member(adapter.name, adapter.base_model, adapter.path) for adapter in fleet])
+    return fleet
+
+
+def check_members(members: Sequence[Member]) -> None:
+    """Raise InputError where there are no members, two of one name, or two base models."""
+    if not members:
         raise InputError("the fleet is empty", remedy="name at least one PEFT adapter folder")
-    by_name: dict[str, Adapter] = {}
-    for adapter in fleet:
-        if adapter.name in by_name:
+    by_name: dict[str, Member] = {}
+    first = members[0]
+    for member in members:
+        if member.name in by_name:
             raise InputError(
-                f"two adapters are named {adapter.name!r} (the other is {by_name[adapter.name].path})",
-                path=adapter.path,
+                f"two adapters are named {member.name!r} (the other is {by_name[member.name].path})",
+                path=member.path,
                 remedy="rename one of the folders",
             )
-        by_name[adapter.name] = adapter
-        if adapter.base_model != fleet[0].base_model:
+        by_name[member.name] = member
+        if member.base_model != first.base_model:
             raise InputError(
-                f"base model is {adapter.base_model!r}, but {fleet[0].path} has {fleet[0].base_model!r}",
-                path=adapter.path / CONFIG_NAME,
+                f"base model is {member.base_model!r}, but {first.path} has {first.base_model!r}",
+                path=member.path / CONFIG_NAME,
                 key="base_model_name_or_path",
                 remedy="compress adapters of one base model at a time",
             )
-    return fleet
 
 
 def natural_sorted(names: Sequence[str] | Mapping[str, object]) -> list[str]:

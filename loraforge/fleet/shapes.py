@@ -97,9 +97,7 @@ _COMPOSITIONS = {
 
 def shape_fleet(name: str) -> ShapeFleet:
     """The fleet ``qwen50`` (12,492 matrices) or ``llama35`` (7,840). Raises UsageError for another name."""
-    if name not in _COMPOSITIONS:
-        raise UsageError(f"{name!r} is not a shape fleet", remedy=f"choose one of {', '.join(_COMPOSITIONS)}")
-    composition = _COMPOSITIONS[name]
+    composition = _composition(name)
     architecture = composition.architecture
     names: list[tuple[str, str]] = []
     rows: list[tuple[int, int, int]] = []
@@ -113,6 +111,31 @@ def shape_fleet(name: str) -> ShapeFleet:
                 rows.append((rank, d_in, d_out))
     rank_, d_in_, d_out_ = np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
     return ShapeFleet(name, architecture.base_model, tuple(names), rank_, d_in_, d_out_)
+
+
+def repeated_fleet(name: str, adapters: int, rank: int) -> ShapeFleet:
+    """A fleet of ``adapters`` alike: rank ``rank`` on all seven maps of every layer of the base of fleet ``name``.
+
+    Raises UsageError for a fleet that does not exist.
+    """
+    architecture = _composition(name).architecture
+    tails = architecture.modules()
+    modules = [f"model.layers.{layer}.{tail}" for layer in range(architecture.layers) for tail in tails]
+    shapes = np.array(list(tails.values()) * architecture.layers, dtype=np.int64)
+    return ShapeFleet(
+        f"{architecture.base_model.rpartition('/')[2].lower()}-{adapters}",
+        architecture.base_model,
+        tuple((f"{adapter:05d}-r{rank}", module) for adapter in range(adapters) for module in modules),
+        np.full(adapters * len(modules), rank, dtype=np.int64),
+        np.tile(shapes[:, 0], adapters),
+        np.tile(shapes[:, 1], adapters),
+    )
+
+
+def _composition(name: str) -> _Composition:
+    if name not in _COMPOSITIONS:
+        raise UsageError(f"{name!r} is not a shape fleet", remedy=f"choose one of {', '.join(_COMPOSITIONS)}")
+    return _COMPOSITIONS[name]
 
 
 def synthetic_spectra(shapes: ShapeFleet, seed: int, pool: Sequence[Floats] | None = None) -> Floats:

@@ -371,6 +371,42 @@ def reader_fuzz() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def scale(sizes: tuple[int, ...] = (10, 100, 1000)) -> list[dict[str, Any]]:
+    """Steps of fleets of ``sizes``: 0.25 s and 0.1 MiB an adapter."""
+    found: list[dict[str, Any]] = [
+        {
+            "record": "run",
+            "base_model": "Qwen/Qwen3-4B",
+            "rank": 2,
+            "modules": 252,
+            "parameters": 4_128_768,
+            "threads": 2,
+        }
+    ]
+    for size in sizes:
+        lost = max(2, size // 20)
+        planned = {"ceiling": 600 * size, "spent": 599 * size}
+        steps: dict[str, dict[str, Any]] = {
+            "factor": {"read": size, "factorised": size, "seconds": 0.25 * size},
+            "resume": {
+                "read": lost - 1, "factorised": lost - 1, "seconds": 0.2 * size, "lost": lost, "done_when_killed": 1
+            },
+            "allocate": {"seconds": 0.002 * size, **planned},
+            "rebudget": {"seconds": 0.0015 * size, **planned},
+            "add": {"fleet": size + 1, "read": 1, "factorised": 1, "seconds": 0.5 + 0.002 * size, **planned},
+            "remove": {"fleet": size - 1, "seconds": 0.0018 * size, **planned},
+        }  # fmt: skip
+        for name, step in steps.items():
+            found.append(
+                {
+                    "adapters": size, "step": name, "fleet": size, "read": 0, "factorised": 0, "cpu_s": 0.4 * size,
+                    "baseline_gib": 0.25, "peak_gib": 0.5 + 0.1 * size / 1024, "max_action_error": 1e-7,
+                    "max_spectrum_error": 1e-15, "stages": {"spectra": 0.001 * size, "allocate": 0.0005 * size}, **step,
+                }
+            )  # fmt: skip
+    return found
+
+
 MAKERS = {
     "spectra": spectra,
     "allocation": allocation,
@@ -379,6 +415,7 @@ MAKERS = {
     "end_to_end_compression": end_to_end,
     **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
     "cpu_ops": cpu_ops,
+    "scale": scale,
     **{name: partial(serving, name) for name in ARMS},
     "reader_fuzz": reader_fuzz,
 }

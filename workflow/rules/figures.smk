@@ -45,8 +45,8 @@ rule plot_committed:
 DOCUMENTED = ["quality", "recompression"]
 DOCUMENTED += [
     figure
-    for figure in ("dispatch_layers", "dispatch")
-    if (TARGET_OF[figure], "h200") in EVIDENCE
+    for figure in ("dispatch_layers", "dispatch", "scale")
+    if (TARGET_OF[figure], documented_on(figure)) in EVIDENCE
 ]
 
 
@@ -59,7 +59,7 @@ rule document_figures:
 rule plot_documented:
     """A figure of the README."""
     input:
-        lambda wildcards: f"{EVIDENCE[TARGET_OF[wildcards.figure], 'h200']}/tagmanifest-sha256.txt",
+        lambda wildcards: f"{EVIDENCE[TARGET_OF[wildcards.figure], documented_on(wildcards.figure)]}/tagmanifest-sha256.txt",
     output:
         multiext("docs/figures/{figure}", ".csv", ".svg", ".png", ".json"),
     log:
@@ -121,6 +121,12 @@ rule cpu_ops:
     """Serving operations on a CPU against its engine's; timed here where cpu_ops.engine names one."""
     input:
         figure_files("cpu_ops"),
+
+
+rule scale:
+    """Time and memory of planning over adapters; measured here where scale.adapters names sizes of fleets."""
+    input:
+        figure_files("scale"),
 
 
 rule mixed_serving_vllm:

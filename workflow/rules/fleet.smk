@@ -50,9 +50,10 @@ rule export_fleet:
         folder=subpath(output[0], parent=True),
         layout="both" if len(CONFIG.export.layouts) == 2 else CONFIG.export.layouts[0],
         method=CONFIG.factor.method,
+        cache=CONFIG.factor.cache,
         source=source_digest("export"),
     message:
         "Export the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge export {input.allocation} {params.lock} --out {params.folder}"
-        " --layout {params.layout} --method {params.method} --force 2>&1 | tee {log}"
+        " --layout {params.layout} --method {params.method} --cache {params.cache} --force 2>&1 | tee {log}"

@@ -25,6 +25,7 @@ rule evaluate_quality:
         gpu=int(ON_GPU),
     params:
         base=subpath(input.base, parent=True),
+        cache=CONFIG.factor.cache,
         allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
         config=section("name", "fleet", "factor", "quality"),
         source=source_digest(
@@ -33,5 +34,5 @@ rule evaluate_quality:
     message:
         "Score adapters with lm-eval"
     shell:
-        "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base}"
+        "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base} --cache {params.cache}"
         " --allocations {params.allocations} -o {output} 2>&1 | tee {log}"

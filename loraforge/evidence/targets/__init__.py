@@ -14,6 +14,7 @@ from loraforge.evidence.targets.expand_ablation import ExpandAblationTarget
 from loraforge.evidence.targets.quality import QualityTarget
 from loraforge.evidence.targets.reader_fuzz import ReaderFuzzTarget
 from loraforge.evidence.targets.recompression import RecompressionTarget
+from loraforge.evidence.targets.scale import ScaleTarget
 from loraforge.evidence.targets.serving import (
     Adapters500,
     CpuServing,
@@ -40,6 +41,7 @@ TARGETS: dict[str, Target[Any]] = {
         ExpandAblationTarget(),
         DispatchTarget(),
         CpuOpsTarget(),
+        ScaleTarget(),
         MixedServingVllm(),
         MixedServingSglang(),
         SixCell(),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraforge.config import Keep
 from loraforge.factor.cache import BuildTiming, CachedAdapter, store, store_timing
 from loraforge.factor.engine import ModuleFactors, factorise_adapter
 from loraforge.factor.gpu.drain import Drain
@@ -39,11 +40,13 @@ def build_on_gpu(
     pool: Pool,
     stages: Stages,
     ticker: Ticker,
+    keep: Keep = "factors",
 ) -> list[CachedAdapter]:
     """Build the entries of ``missing`` at the paths that are its keys, in its order.
 
     While the files of one shard are copied back, hashed and written in threads, the next are loaded. Modules that the
-    GPU leaves go to the CPU's paths, in ``pool``. ``stages`` gets ``hash`` and ``load``.
+    GPU leaves go to the CPU's paths, in ``pool``. ``stages`` gets ``hash`` and ``load``. ``keep``: see
+    :func:`loraforge.factor.cache.store`.
     """
     paths = {adapter.name: path for path, adapter in missing.items()}
     lock, writers_count = threading.Lock(), io_threads()
@@ -61,7 +64,7 @@ def build_on_gpu(
         with (mine := Stages())("write"):
             rest = Stages()
             modules = factorise_adapter(adapter, method=method, pool=pool, stages=rest, done=done)
-            entry = store(adapter, paths[adapter.name], modules, drain)
+            entry = store(adapter, paths[adapter.name], modules, drain, keep=keep)
         write = mine.seconds["write"] / writers_count
         parts = {name: seconds * share for name, seconds in shard.stages.items()} | {"write": write}
         store_timing(entry, BuildTiming(shard.seconds * share + write, writers_count, parts))

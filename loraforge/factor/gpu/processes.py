@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as processes
 
+from loraforge.config import Keep
 from loraforge.errors import LoraForgeError
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.gpu.engine import Method
@@ -53,11 +54,12 @@ def build_on_devices(
     workers: int | None,
     devices: Sequence[str],
     ticker: Ticker,
+    keep: Keep = "factors",
 ) -> list[CachedAdapter]:
     """Build the entries of ``missing`` at the paths that are its keys, a part of them on each of ``devices``.
 
     What any process raises is raised here, and the others are stopped; entries that are done stay. Raises
-    LoraForgeError where a process dies.
+    LoraForgeError where a process dies. ``keep``: see :func:`loraforge.factor.cache.store`.
     """
     items = list(missing.items())
     count = min(len(devices), len(items))
@@ -71,7 +73,7 @@ def build_on_devices(
             line, far = context.Pipe(duplex=False)
             process = context.Process(
                 target=_build_part,
-                args=(device, dict(items[index] for index in part), method, threads, far),
+                args=(device, dict(items[index] for index in part), method, threads, far, keep),
                 daemon=True,
             )
             process.start()
@@ -119,7 +121,12 @@ class _Sender:
 
 
 def _build_part(
-    device: str, missing: dict[Path, Adapter], method: Method, workers: int, line: Connection
+    device: str,
+    missing: dict[Path, Adapter],
+    method: Method,
+    workers: int,
+    line: Connection,
+    keep: Keep,
 ) -> None:
     """What one process does. It leaves an interrupt to its parent, and cleans up when that stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -127,7 +134,7 @@ def _build_part(
     try:
         backend = backend_on(device)
         with worker_pool(workers) as pool:
-            entries = build_on_gpu(missing, backend, method, pool, Stages(), _Sender(line))
+            entries = build_on_gpu(missing, backend, method, pool, Stages(), _Sender(line), keep)
         line.send(entries)
     except LoraForgeError as error:
         line.send(error)

@@ -106,12 +106,13 @@ def write_fleet(
     Adapters are made on ``device`` one by one, each from its own seed, as :func:`device_fleet` makes them: no
     trained weight. At most ``writers`` of them are in the host's memory.
     """
-    names = list(dict.fromkeys(adapter for adapter, _ in shapes.names))
-    owner = np.array([adapter for adapter, _ in shapes.names])
+    modules: dict[str, list[int]] = defaultdict(list)
+    for index, (adapter, _) in enumerate(shapes.names):
+        modules[adapter].append(index)
     pending: list[Future[None]] = []
-    with progress(f"write {shapes.name}", len(names)) as ticker, ThreadPoolExecutor(writers) as threads:
-        for number, name in enumerate(names):
-            part = shapes.select(np.flatnonzero(owner == name))
+    with progress(f"write {shapes.name}", len(modules)) as ticker, ThreadPoolExecutor(writers) as threads:
+        for number, (name, indices) in enumerate(modules.items()):
+            part = shapes.select(np.array(indices))
             fleet = device_fleet(part, device, seed + number, pool)
             tensors: dict[str, Tensor] = {}
             for group, members in zip(fleet.groups, fleet.members, strict=True):
@@ -125,7 +126,7 @@ def write_fleet(
             ticker.advance(name)
         for future in pending:
             future.result()
-    return [folder / name for name in names]
+    return [folder / name for name in modules]
 
 
 def _write_adapter(folder: Path, part: ShapeFleet, tensors: dict[str, Tensor]) -> None:
