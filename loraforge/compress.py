@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraforge.activation.entries import require_moments
+from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.moments import Moments, load_moments
-from loraforge.activation.whitened import whiten_fleet
 from loraforge.allocate.allocation import AllocationFile, allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
 from loraforge.allocate.policy import Spectra, allocate, problem_of
@@ -76,7 +75,7 @@ def compress(
     is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
     output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
     :func:`~loraforge.factor.fleet.factorise_fleet`. ``options``: what may be read beyond safetensors. ``moments``: the
-    file that an activation policy measures by; its factors are ordered on the CPU.
+    file that an activation or a fisher policy measures by; its factors are ordered on the CPU.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
@@ -147,7 +146,7 @@ def _factorised(
     if moments is not None:
         with scratch_folder(out.resolve()) as scratch:
             with stages("factor"):
-                entries = whiten_fleet(fleet, scratch if cache is None else cache, moments)
+                entries = order_fleet(fleet, scratch if cache is None else cache, moments)
             yield CachedFleet(fleet, entries)
         return
     if cache is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loraforge.errors import InputError, UsageError
 from loraforge.files import write_json, write_text
@@ -30,6 +30,11 @@ Policy = Literal[
     "activation-relative",
     "activation-sqrt",
     "activation-fair",
+    "fisher",
+    "fisher-uniform",
+    "fisher-relative",
+    "fisher-sqrt",
+    "fisher-fair",
     "para",
     "para-fleet",
     "fixed-rank",
@@ -40,6 +45,9 @@ Policy = Literal[
 Layout = Literal["ragged", "padded"]
 Method = Literal["auto", "gram", "tsqr", "reference"]
 Keep = Literal["factors", "spectra"]
+Split = Literal["validation", "test"]
+SharedBases = Literal["full", "weighted", "diagonal"]
+FitSteps = Literal["exact", "power"]
 Recompressor = Literal["florist", "spectral_transform", "fraq", "tsqr", "gram"]
 
 
@@ -90,10 +98,50 @@ class QualityConfig(_Strict):
     adapters: tuple[str, ...] | Literal["all"] = Field("all", description="adapters to score, or all")
     policies: tuple[Policy, ...] = Field(("uniform", "spectral"), description="compressed arms")
     budgets: tuple[BudgetText, ...] = Field(("1/12", "1/4"), description="budgets of the compressed arms")
+    split: Split = Field(
+        "test", description="examples that are scored: those to report on, or those to choose by"
+    )
     limit: int | None = Field(None, ge=1, description="examples a task; null for all 200")
     batch_size: int = Field(64, ge=1, description="prompts a forward pass")
-    jobs: int = Field(1, ge=1, description="adapters scored at once; a GPU takes a dozen")
+    lanes: int = Field(1, ge=1, description="arms of an adapter decoded at once; a GPU takes eight")
+    jobs: int = Field(1, ge=1, description="adapters scored at once, a process each; a GPU takes six")
     device: str = Field("auto", description="torch device: auto (cuda where there is one), cpu, cuda, cuda:1")
+
+
+class StudyConfig(_Strict):
+    """Which arms the quality study chooses from on validation splits, and reports on test splits.
+
+    Adapters, examples and how they are scored are those of the ``quality`` section.
+    """
+
+    candidates: tuple[Policy, ...] = Field(
+        ("spectral-nofloor", "adapter-relative"), description="policies scored on validation splits"
+    )
+    finalists: int = Field(1, ge=1, description="how many of them, the best first, go on to the test splits")
+    decide_at: BudgetText = Field("1/12", description="budget at which validation scores decide")
+    baselines: tuple[Policy, ...] = Field(
+        ("uniform", "spectral"), description="policies reported whatever is chosen"
+    )
+    shared: tuple[SharedBases, ...] = Field(
+        ("weighted",), description="variants of shared bases (CTS) to report"
+    )
+    budgets: tuple[BudgetText, ...] = Field(("1/12",), description="budgets of every arm")
+    iterations: int = Field(100, ge=1, description="alternations of a fit of shared bases")
+    steps: FitSteps = Field("exact", description="steps of a fit; power is cheaper and takes more of them")
+    calibration: int = Field(
+        12, ge=1, description="prompts of each validation split that activations are collected over"
+    )
+    answers: int = Field(
+        48, ge=1, description="prompts of an adapter's validation split that its Fisher information is of"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> StudyConfig:
+        if self.decide_at not in self.budgets:
+            raise ValueError(f"decide_at {self.decide_at} is none of the budgets")
+        if self.finalists > len(self.candidates):
+            raise ValueError(f"{self.finalists} finalists of {len(self.candidates)} candidates")
+        return self
 
 
 class RecompressionConfig(_Strict):
@@ -175,6 +223,7 @@ class RunConfig(_Strict):
     factor: FactorConfig = FactorConfig()
     export: ExportConfig = ExportConfig()
     quality: QualityConfig = QualityConfig()
+    study: StudyConfig = StudyConfig()
     recompression: RecompressionConfig = RecompressionConfig()
     kernels: KernelsConfig = KernelsConfig()
     cpu_ops: CpuOpsConfig = CpuOpsConfig()

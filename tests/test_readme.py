@@ -64,7 +64,7 @@ COMPARED = (
     ("times_floor", ".native"),
 )
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
-PAGES = {"scale": "docs/scale.md"}
+PAGES = {"scale": "docs/scale.md", "quality_study": "docs/quality.md"}
 # (target, machine) -> what docs/kernels.md, or the target's own page, states of it
 MEASURED = {
     ("dispatch", "h200"): (
@@ -107,29 +107,40 @@ MEASURED = {
         ),
         *("peak_mib_an_adapter", "rank", "parameters", "threads"),
     ),
+    ("quality_study", "h200"): (
+        *("reach.drop", "reach.drop_over_spectral", "reach.worst", "reach.worst_over_uniform"),
+        *("reach.n_over_5", "reach.cts_drop_over_drop"),
+        *(
+            f"quality.{arm}.1/12.{name}"
+            for arm in ("uniform", "spectral")
+            for name in ("delta", "worst", "n_over_5")
+        ),
+    ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
-ROW = re.compile(r"^\| `([\w.]+)` \| ([\d.,]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w./-]+)` \| (-?[\d.,]+) \|$", re.MULTILINE)
 
 
 def shown(value: float) -> str:
     """A count whole; other numbers to about three digits, so that 0.966 is no 0.97."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
+    size = abs(value)
+    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
 def test_numbers_are_shown_to_three_digits() -> None:
-    assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4)] == [
+    assert [shown(value) for value in (1440, 0.973, 2.306, 44.91, 182.4, -5.61)] == [
         "1,440",
         "0.973",
         "2.31",
         "44.9",
         "182",
+        "-5.61",
     ]
-    assert ROW.findall("| `a.b8` | 1,440 |\n| key | value |\n| `c` | 0.97 |") == [
+    assert ROW.findall("| `a.b8` | 1,440 |\n| key | value |\n| `c.1/12` | -0.97 |") == [
         ("a.b8", "1,440"),
-        ("c", "0.97"),
+        ("c.1/12", "-0.97"),
     ]
 
 
@@ -167,6 +178,7 @@ def test_files_that_the_documents_name_exist() -> None:
         "README.md",
         "docs/architecture.md",
         "docs/kernels.md",
+        "docs/quality.md",
         "docs/serving.md",
         "config/README.md",
         "CONTRIBUTING.md",

@@ -1,67 +1,87 @@
-"""Second moments of the inputs of a base model's linear maps: collected once, kept as one hashed file."""
+"""Files of moments: what a policy measures updates by besides their weights. One kind a norm, all opened here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from loraforge.errors import InputError, IntegrityError, UsageError
-from loraforge.files import canonical_json, read_jsonl, sha256_text, write_with
-from loraforge.fleet.base_model import tensors_sha256
-from loraforge.fleet.offline import offline_imports
-from loraforge.progress import progress
+from loraforge.allocate.policies import Norm
+from loraforge.errors import InputError, IntegrityError
+from loraforge.factor.engine import Path as OrderPath
+from loraforge.files import canonical_json, sha256_text, write_with
+from loraforge.fleet.peft_io import Adapter, LoraModule
 from loraforge.tensor_file import contents_sha256, write_self_hashed
 
-SCHEMA = "loraforge.moments/1"
-_REMEDY = "collect it again with `loraforge moments`"
+REMEDY = "collect it again with `loraforge moments`"
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Second moments on disk.
+class Moments(ABC):
+    """Moments on disk, and the norm that they make.
 
     Parameters
     ----------
-    path: the safetensors file: of every distinct input, the lower triangle of its moments, row by row, float32.
+    path: the safetensors file; every matrix in it is the lower triangle of a symmetric one, row by row, float32.
     sha256: hex digest of its tensors; what depends on the moments is named by it.
     base_sha256: digest of the base model's tensors (:func:`~loraforge.fleet.base_model.tensors_sha256`).
-    tokens: how many positions were averaged.
-    inputs: the tensor that holds each module's moments; projections that share an input share one.
+    tokens: how many positions were seen.
     """
 
     path: Path
     sha256: str
     base_sha256: str
     tokens: int
-    inputs: Mapping[str, str]
 
-    def second_moment(self, module: str, d_in: int) -> Tensor:
-        """C = E[x x^T] of the inputs of ``module`` at length sqrt(d_in), float64 [d_in, d_in].
+    schema: ClassVar[str]  # of the file
+    norm: ClassVar[Norm]
+    factors_path: ClassVar[OrderPath]  # how entries say that their factors were ordered
 
-        Raises InputError where there is none, or one of another size.
+    @classmethod
+    @abstractmethod
+    def of(cls, path: Path, header: Mapping[str, Any]) -> Moments:
+        """These moments by the header of their file. Raises LookupError for what it lacks."""
+
+    @abstractmethod
+    def require(self, adapter: Adapter) -> None:
+        """Raise IntegrityError where these are moments of another adapter of that name, InputError where of none."""
+
+    @abstractmethod
+    def ordered(
+        self, adapter: Adapter, module: LoraModule, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ordered factors of a module's update ``scale * b @ a`` (A [r, d_in], B [d_out, r]) in this norm.
+
+        Returns the update's singular values in the norm [r], descending, A' [r, d_in] and B' [d_out, r], float64:
+        B' A' is the whole update, and its first k directions are the best of their rank. Raises InputError where
+        there are no moments of this module, or of another size.
         """
-        key = self.inputs.get(module)
-        if key is None:
-            raise InputError("no moments of this module's inputs", path=self.path, key=module, remedy=_REMEDY)
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What entries depend on besides the moments themselves, for their names."""
+
+    def symmetric(self, key: str, d: int, *, module: str) -> Tensor:
+        """The matrix stored as ``key``, float64 [d, d]. Raises InputError, naming ``module``, for another size."""
         packed = self._handle.get_tensor(key).double()
-        if len(packed) != d_in * (d_in + 1) // 2:
+        if len(packed) != d * (d + 1) // 2:
             raise InputError(
-                f"moments of {len(packed)} entries are not those of {d_in} inputs",
+                f"moments of {len(packed)} entries are not those of {d} inputs",
                 path=self.path,
                 key=module,
-                remedy="collect them from the base model of the adapters",
+                remedy="collect them from the base model and the adapters that they are used for",
             )
-        found = torch.zeros(d_in, d_in, dtype=torch.float64)
-        row, column = torch.tril_indices(d_in, d_in)
+        found = torch.zeros(d, d, dtype=torch.float64)
+        row, column = torch.tril_indices(d, d)
         found[row, column] = packed
         found[column, row] = packed
         return found
@@ -71,144 +91,66 @@ class Moments:
         return safe_open(str(self.path), framework="pt")
 
 
-def load_moments(path: Path) -> Moments:
-    """Open a file of moments, every byte checked.
+def packed(matrix: Tensor) -> Tensor:
+    """The lower triangle of a symmetric matrix [d, d] row by row, float32 [d (d + 1) / 2], on the CPU."""
+    row, column = torch.tril_indices(*matrix.shape, device=matrix.device)
+    return matrix[row, column].float().cpu()
+
+
+def write_moments(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write a file of moments atomically; ``header`` states its ``schema`` and all that is not in the tensors."""
+
+    def metadata(sha256: str) -> dict[str, str]:
+        stated = dict(header) | {"tensors_sha256": sha256}
+        return {"loraforge": canonical_json(stated | {"header_sha256": sha256_text(canonical_json(stated))})}
+
+    write_with(path, lambda temporary: write_self_hashed(temporary, tensors, metadata))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What :func:`write_moments` was told, and ``tensors_sha256``; every byte of the file checked.
 
     Raises InputError for a file that is missing or none, IntegrityError for one whose bytes have changed.
     """
     try:
         sha256, metadata = contents_sha256(path)
-        header = json.loads(metadata["loraforge"])
-        stated, whole = header.pop("header_sha256"), header["schema"] == SCHEMA
-        moments = Moments(path, header["tensors_sha256"], header["base"], header["tokens"], header["inputs"])
+        header: dict[str, Any] = json.loads(metadata["loraforge"])
+        stated = header.pop("header_sha256")
+        whole = header["tensors_sha256"] == sha256 and stated == sha256_text(canonical_json(header))
     except (OSError, LookupError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"not a file of moments ({error})", path=path, remedy=_REMEDY) from error
-    if not whole or sha256 != moments.sha256 or stated != sha256_text(canonical_json(header)):
-        raise IntegrityError("its bytes are not those that were written", path=path, remedy=_REMEDY)
-    return moments
+        raise InputError(f"not a file of moments ({error})", path=path, remedy=REMEDY) from error
+    if not whole:
+        raise IntegrityError("its bytes are not those that were written", path=path, remedy=REMEDY)
+    return header
 
 
-def read_texts(paths: Sequence[Path], *, limit: int | None = None) -> list[str]:
-    """Calibration texts: ``prompt`` or ``text`` of every JSON line, or every line of any other file; no labels.
-
-    ``limit``: the first so many of each file. Raises InputError where a file has none.
-    """
-    found: list[str] = []
-    for path in paths:
-        if path.suffix == ".jsonl":
-            texts = [str(record.get("prompt", record.get("text", ""))) for record in read_jsonl(path)]
-        else:
-            try:
-                texts = path.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"cannot be read ({error})", path=path) from error
-        texts = [text for text in texts if text.strip()][:limit]
-        if not texts:
-            raise InputError("holds no text", path=path, remedy='write lines of text, or of {"prompt": ...}')
-        found += texts
-    return found
-
-
-def collect_moments(
-    base: Path,
-    texts: Sequence[str],
-    out: Path,
-    *,
-    device: str = "cpu",
-    batch_size: int = 16,
-    max_tokens: int = 512,
-) -> Moments:
-    """Run the base model of folder ``base`` over ``texts`` and write the moments of its linear maps to ``out``.
-
-    Every input counts at length sqrt(d). Sums are taken over real tokens, never over padding, in FP32 within a batch
-    and FP64 between. The first ``max_tokens`` of a text count. The output layer is left out.
-    """
-    if not texts:
-        raise UsageError("no calibration texts", remedy="name files of texts")
-    with offline_imports():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device).eval()
-    encoded = sorted(
-        (tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens] for text in texts), key=len
-    )
-    encoded = [ids for ids in encoded if ids]
-    batches = [encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)]
-    sums = _Sums()
-    with torch.inference_mode(), _watched(model, sums), progress("moments", len(batches)) as ticker:
-        for rows in batches:
-            width = max(map(len, rows))
-            ids = torch.zeros(len(rows), width, dtype=torch.long)
-            mask = torch.zeros(len(rows), width, dtype=torch.long)
-            for row, tokens in enumerate(rows):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                mask[row, : len(tokens)] = 1
-            sums.begin(mask.bool().to(device))
-            model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
-            ticker.advance(f"{width} tokens")
-    return _write(out, sums, tensors_sha256(base / "model.safetensors"))
-
-
-class _Sums:
-    """Sums of x x^T by distinct input, every x taken at length sqrt(d). Projections of the very same tensor share one.
-
-    A few positions of every text (the first above all) have inputs hundreds of times as long as the rest, which no
-    answer hangs on; as they are, they would decide what C is.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.inputs: dict[str, str] = {}
-        self.sums: dict[str, Tensor] = {}
-        self._mask: Tensor | None = None
-        self._last: tuple[Tensor | None, str] = (None, "")
-
-    def begin(self, mask: Tensor) -> None:
-        """The next forward pass has real tokens where ``mask`` [batch, width] is true."""
-        self._mask, self._last = mask, (None, "")
-        self.tokens += int(mask.sum())
-
-    def see(self, name: str, x: Tensor) -> None:
-        """Module ``name`` is called with ``x`` [batch, width, d_in]."""
-        last, key = self._last
-        if x is last and self.inputs.get(name, key) == key:
-            self.inputs[name] = key
-            return
-        self._last = (x, name)
-        self.inputs[name] = name
-        rows = x[self._mask].float()
-        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        rows = rows * (rows.shape[1] ** 0.5 / torch.where(length > 0, length, 1.0))
-        total = (rows.mT @ rows).double()
-        self.sums[name] = total if name not in self.sums else self.sums[name].add_(total)
-
-
-@contextmanager
-def _watched(model: Any, sums: _Sums) -> Iterator[None]:
-    """Tell ``sums`` of every call of a linear map but the output layer's."""
-    output = model.get_output_embeddings()
-    handles = [
-        module.register_forward_pre_hook(lambda _, args, name=name: sums.see(name, args[0]))
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not output
-    ]
+def stated_norm(path: Path) -> Norm | None:
+    """The norm that a file of moments is for, by its header alone; None for what is no such file."""
     try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        with safe_open(str(path), framework="pt") as handle:
+            schema = json.loads(handle.metadata()["loraforge"])["schema"]
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError):
+        return None
+    return next((kind.norm for kind in _kinds() if kind.schema == schema), None)
 
 
-def _write(out: Path, sums: _Sums, base_sha256: str) -> Moments:
-    tensors: dict[str, Tensor] = {}
-    for name, total in sums.sums.items():
-        row, column = torch.tril_indices(*total.shape, device=total.device)
-        tensors[name] = (total[row, column] / sums.tokens).float().cpu()
-    header = {"schema": SCHEMA, "base": base_sha256, "tokens": sums.tokens, "inputs": sums.inputs}
+def load_moments(path: Path) -> Moments:
+    """Open a file of moments of any kind, every byte checked.
 
-    def metadata(sha256: str) -> dict[str, str]:
-        stated = header | {"tensors_sha256": sha256}
-        return {"loraforge": canonical_json(stated | {"header_sha256": sha256_text(canonical_json(stated))})}
+    Raises InputError for a file that is missing or none, IntegrityError for one whose bytes have changed.
+    """
+    header = read_header(path)
+    for kind in _kinds():
+        if header.get("schema") == kind.schema:
+            try:
+                return kind.of(path, header)
+            except (LookupError, AttributeError, TypeError) as error:
+                raise InputError(f"not a file of moments ({error})", path=path, remedy=REMEDY) from error
+    raise InputError(f"not a file of moments ({header.get('schema')})", path=path, remedy=REMEDY)
 
-    write_with(out, lambda temporary: write_self_hashed(temporary, tensors, metadata))
-    return load_moments(out)
+
+def _kinds() -> tuple[type[Moments], ...]:
+    from loraforge.activation.fisher import FisherMoments
+    from loraforge.activation.inputs import InputMoments
+
+    return InputMoments, FisherMoments

@@ -40,7 +40,9 @@ class AllocationFile(_Strict):
     retained_energy: float = Field(
         ge=0, le=1, description="share of the fleet's absolute energy that is kept"
     )
-    ranks: dict[str, dict[str, Annotated[int, Field(ge=1)]]] = Field(description="adapter -> module -> k")
+    ranks: dict[str, dict[str, Annotated[int, Field(ge=0)]]] = Field(
+        description="adapter -> module -> k; a module of rank 0 goes"
+    )
 
     @model_validator(mode="after")
     def _adds_up(self) -> AllocationFile:

@@ -103,27 +103,39 @@ def select_by_cost(
     k = floor.copy()
     first = problem.offsets[:-1]
     slack = ceiling - problem.parameters(k)
-    rest = limit - float(reach[first + k - 1].sum())
+    rest = limit - float(reached(problem, reach, k).sum())
     if slack < 0 or rest < -1e-9 * abs(limit):
         raise ValueError("the rank floor must fit both ceilings")
-    energy = np.square(problem.sigma)
+    # of no direction first: a module may start from none
+    energy, costs = (_from_none(problem, values) for values in (np.square(problem.sigma), reach))
+    first = first + np.arange(len(first))
     while True:
         steps = []
         for m in np.flatnonzero((k < cap) & (problem.cost <= slack)).tolist():
             stop = min(int(cap[m]), int(k[m]) + slack // int(problem.cost[m]))
-            here = slice(first[m] + k[m] - 1, first[m] + stop)
-            steps += [(-density, m, to) for density, to in _hull(energy[here], reach[here], int(k[m]), rest)]
+            here = slice(first[m] + k[m], first[m] + stop + 1)
+            steps += [(-density, m, to) for density, to in _hull(energy[here], costs[here], int(k[m]), rest)]
         waits: set[int] = set()
         taken = 0
         for _, m, to in sorted(steps):
             parameters = (to - int(k[m])) * int(problem.cost[m])
-            extra = float(reach[first[m] + to - 1] - reach[first[m] + k[m] - 1])
+            extra = float(costs[first[m] + to] - costs[first[m] + k[m]])
             if m in waits or parameters > slack or extra > rest:
                 waits.add(m)
                 continue
             k[m], slack, rest, taken = to, slack - parameters, rest - extra, taken + 1
         if not taken:
             return k
+
+
+def reached(problem: Problem, reach: Floats, k: Ints) -> Floats:
+    """What ranks ``k`` (int64 [M], 0 and up) cost by ``reach``, float64 [M]."""
+    return np.where(k > 0, reach[problem.offsets[:-1] + np.maximum(k, 1) - 1], 0.0)
+
+
+def _from_none(problem: Problem, values: Floats) -> Floats:
+    """``values`` of ranks 1, 2, ... of each module with a 0 for rank 0 before them, float64 [sum of rank + M]."""
+    return np.insert(values, problem.offsets[:-1], 0.0)
 
 
 def _hull(energy: Floats, reach: Floats, start: int, rest: float) -> list[tuple[float, int]]:

@@ -16,9 +16,10 @@ from loraforge.allocate.objectives import (
 from loraforge.allocate.threshold import Score, cumulative, frobenius, magnitude, position, ratio
 from loraforge.config import Policy
 
-Floor = Literal["u", "max(1, ceil(u / 2))", "1"]
-Norm = Literal["weights", "activations"]
+Floor = Literal["u", "max(1, ceil(u / 2))", "1", "1 an adapter"]
+Norm = Literal["weights", "activations", "fisher"]
 HALF: Floor = "max(1, ceil(u / 2))"
+FREE: Floor = "1 an adapter"
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Cut:
 class Rule:
     """A policy: how it chooses, from which floor (u is the uniform rank), and what its singular values measure.
 
-    ``activations`` means the spectra of dW C^1/2, C being the second moments of a module's inputs: see
-    :mod:`loraforge.activation`.
+    A floor of 1 an adapter lets modules go altogether, all but the one with the densest direction.
+
+    ``activations`` means the spectra of dW C^1/2, C being the second moments of a module's inputs; ``fisher`` those
+    whose squares are twice the divergence of an adapter's answers from its own: see :mod:`loraforge.activation`.
     """
 
     choose: Uniform | Greedy | Fair | Cut
@@ -75,6 +78,11 @@ RULES: dict[Policy, Rule] = {
     "activation-relative": Rule(Greedy(adapter_relative), "1", "activations"),
     "activation-sqrt": Rule(Greedy(_SQRT), "1", "activations"),
     "activation-fair": Rule(Fair(), "1", "activations"),
+    "fisher-uniform": Rule(Uniform(), "u", "fisher"),
+    "fisher": Rule(Greedy(absolute), "1", "fisher"),
+    "fisher-relative": Rule(Greedy(adapter_relative), "1", "fisher"),
+    "fisher-sqrt": Rule(Greedy(_SQRT), "1", "fisher"),
+    "fisher-fair": Rule(Fair(), "1", "fisher"),
     "para": Rule(Cut(magnitude, each_adapter=True)),
     "para-fleet": Rule(Cut(magnitude)),
     "fixed-rank": Rule(Cut(position)),

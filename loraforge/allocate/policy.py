@@ -10,12 +10,12 @@ import numpy as np
 
 from loraforge.allocate.bounds import least_ranks, most_ranks
 from loraforge.allocate.budget import Budget, Ceiling, ceiling
-from loraforge.allocate.costs import select_by_cost
+from loraforge.allocate.costs import reached, select_by_cost
 from loraforge.allocate.fair import fair
 from loraforge.allocate.fused import fuse
 from loraforge.allocate.objectives import traffic_weighted, weighed
 from loraforge.allocate.options import DEFAULTS, Options
-from loraforge.allocate.policies import HALF, RULES, Cut, Fair, Greedy, Rule, Uniform
+from loraforge.allocate.policies import FREE, HALF, RULES, Cut, Fair, Greedy, Rule, Uniform
 from loraforge.allocate.problem import Floats, Ints, Problem
 from loraforge.allocate.spectral import half_uniform_floor, spectral
 from loraforge.allocate.threshold import threshold, threshold_by_adapter
@@ -205,8 +205,7 @@ def _greedy(
 
 
 def _under_both(problem: Problem, reach: Floats, params: int, uniform_: Ints, floor: Ints, cap: Ints) -> Ints:
-    first = problem.offsets[:-1]
-    most, least = (float(reach[first + ranks - 1].sum()) for ranks in (uniform_, floor))
+    most, least = (float(reached(problem, reach, ranks).sum()) for ranks in (uniform_, floor))
     if least > most:
         raise BudgetError(
             f"the floors of adapters cost {least:g} as --cost counts, the uniform ranks {most:g}",
@@ -219,12 +218,25 @@ def _under_both(problem: Problem, reach: Floats, params: int, uniform_: Ints, fl
 def _bounds(problem: Problem, rule: Rule, uniform_: Ints, options: Options) -> tuple[Ints, Ints]:
     """Floor and cap of every rank, int64 [M] each, floor <= cap."""
     cap = problem.rank if options.k_max is None else np.minimum(problem.rank, options.k_max)
-    floor = half_uniform_floor(uniform_) if rule.floor == HALF else np.ones_like(problem.rank)
+    floor = _floor(problem, rule, uniform_)
     if options.adapter_ceiling is not None:
         cap = np.minimum(cap, most_ranks(problem, uniform_, floor, options.adapter_ceiling))
     if options.adapter_floor is not None:
         floor = least_ranks(problem, uniform_, floor, options.adapter_floor)
     return np.minimum(floor, cap), cap
+
+
+def _floor(problem: Problem, rule: Rule, uniform_: Ints) -> Ints:
+    if rule.floor == HALF:
+        return half_uniform_floor(uniform_)
+    if rule.floor != FREE:
+        return np.ones_like(problem.rank)
+    floor = np.zeros_like(problem.rank)
+    density = np.square(problem.sigma[problem.offsets[:-1]]) / problem.cost
+    for number in range(len(problem.adapters)):
+        index = np.flatnonzero(problem.owner == number)
+        floor[index[np.argmax(density[index])]] = 1
+    return floor
 
 
 def _gap(problem: Problem, params: int, floor: Ints, cap: Ints, k: Ints) -> float:

@@ -92,11 +92,11 @@ class Problem:
         return int(k @ self.cost)
 
     def module_energy(self, k: Ints) -> Floats:
-        """Squared energy of the leading ``k`` directions of each module, float64 [M] (``1 <= k <= rank``)."""
+        """Squared energy of the leading ``k`` directions of each module, float64 [M] (``0 <= k <= rank``)."""
         bounds = np.stack((self.offsets[:-1], self.offsets[:-1] + k), axis=1).ravel()
-        # the appended zero lets the last bound point at the end
+        # the appended zero lets the last bound point at the end; of no directions, reduceat gives the first
         sums: Floats = np.add.reduceat(np.append(np.square(self.sigma), 0.0), bounds)[::2]
-        return sums
+        return np.where(k > 0, sums, 0.0)
 
     def adapter_energy(self, k: Ints) -> Floats:
         """Squared energy that ranks ``k`` (int64 [M]) retain of each adapter, float64 [adapters]."""

@@ -60,8 +60,8 @@ def spectral(problem: Problem, ceiling: int, floor: Ints, *, cap: Ints | int | N
     cap = problem.rank if cap is None else np.minimum(problem.rank, cap)
     start = np.minimum(floor, cap)
     slack = ceiling - problem.parameters(start)
-    if start.min() < 1 or (floor > problem.rank).any() or slack < 0:
-        raise ValueError("the rank floor must lie between 1 and the nominal ranks, and fit the ceiling")
+    if start.min() < 0 or (floor > problem.rank).any() or slack < 0:
+        raise ValueError("the rank floor must lie between 0 and the nominal ranks, and fit the ceiling")
 
     purse = _Purse(slack)
     purse.fill(*candidates(problem, start, np.where(problem.cost <= slack, cap, start)))

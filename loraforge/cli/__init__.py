@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect", "Show ranks, energy, bytes and the worst modules of a compressed fleet"),
     "fleet": ("fleet", "Lock, verify and train fleets; fetch the base model"),
     "factor": ("factor", "Build the cache of ordered factors and spectra"),
-    "moments": ("moments", "Collect what the base model's modules are fed, for the activation policies"),
+    "moments": ("moments", "Collect moments for the activation and the fisher policies"),
     "allocate": ("allocate", "Choose the retained rank of every module"),
     "cts": ("cts", "Fit shared bases to a whole fleet, the baseline that is compared with"),
     "export": ("export", "Write PEFT folders and the retained-rank manifest"),

@@ -22,9 +22,10 @@ def bag(
     target: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, recompression, quality, end_to_end_compression, shrink_ablation,"
-            " expand_ablation, dispatch, cpu_ops, scale, mixed_serving_vllm, mixed_serving_sglang, six_cell,"
-            " fixed_work, residency, stopping_contract, single_fleet, adapters_500, cpu_serving or reader_fuzz",
+            help="spectra, allocation, recompression, quality, quality_selection, quality_study,"
+            " end_to_end_compression, shrink_ablation, expand_ablation, dispatch, cpu_ops, scale, mixed_serving_vllm,"
+            " mixed_serving_sglang, six_cell, fixed_work, residency, stopping_contract, single_fleet, adapters_500,"
+            " cpu_serving or reader_fuzz",
             show_default=False,
         ),
     ],

@@ -15,10 +15,10 @@ def figure(
     name: Annotated[
         str,
         typer.Argument(
-            help="spectra, allocation, quality, recompression, shrink_ablation, expand_ablation, expand_native,"
-            " dispatch, dispatch_map, dispatch_layers, cpu_ops, scale, mixed_serving_vllm, mixed_serving_sglang,"
-            " six_cell, fixed_work, residency, stopping_contract, single_fleet, adapters_500,"
-            " cpu_serving, or a _table of these",
+            help="spectra, allocation, quality, selection, retention, regressions, budget_share, recompression,"
+            " shrink_ablation, expand_ablation, expand_native, dispatch, dispatch_map, dispatch_layers, cpu_ops, scale,"
+            " mixed_serving_vllm, mixed_serving_sglang, six_cell, fixed_work, residency, stopping_contract,"
+            " single_fleet, adapters_500, cpu_serving, quality_tables, or a _table of those",
             show_default=False,
         ),
     ],

@@ -75,6 +75,29 @@ def output_action_error(
     return relative_error(out_b @ (out_a @ x), wanted)
 
 
+def oblique_action_error(
+    original: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    ordered_a: torch.Tensor,
+    exported: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """:func:`action_error` of factors that are orthogonal on neither side: R = s B A (A'^+)_k A'_k.
+
+    Parameters
+    ----------
+    ordered_a: all rows A' [r, d_in], linearly independent, as :mod:`loraforge.activation.fisher` makes them. With
+        A'^+ their pseudo-inverse, s B A A'^+ is B', whose k first columns are taken from the original factors so.
+    """
+    a, b = (factor.double() for factor in original)
+    out_a, out_b = (factor.double() for factor in exported)
+    x = probes(a.shape[1])
+    rows = leading_right_directions(ordered_a)
+    q, r = torch.linalg.qr(rows.mT)
+    kept = torch.arange(len(rows)) < len(out_a)
+    coordinates = torch.linalg.solve_triangular(r.mT, (rows @ x) * kept[:, None], upper=False)
+    return relative_error(out_b @ (out_a @ x), scale * (b @ (a @ (q @ coordinates))))
+
+
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """|found - wanted|_F / |wanted|_F; 0 for 0/0."""
     difference, norm = float(torch.linalg.norm(found - wanted)), float(torch.linalg.norm(wanted))

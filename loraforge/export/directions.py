@@ -12,7 +12,7 @@ import torch
 from loraforge.allocate.policy import Spectra
 from loraforge.allocate.problem import Floats
 from loraforge.errors import InputError
-from loraforge.export.certificate import action_error, output_action_error
+from loraforge.export.certificate import action_error, oblique_action_error, output_action_error
 from loraforge.factor import gpu
 from loraforge.factor.cache import CachedAdapter
 from loraforge.factor.engine import Method
@@ -144,22 +144,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def keep_factors(
     adapter: Adapter,
     module: LoraModule,
-    original: tuple[torch.Tensor, torch.Tensor],
     ordered: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
-    *,
-    whitened: bool = False,
+    certify: Callable[[tuple[torch.Tensor, torch.Tensor]], float],
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """``ordered`` A [k, d_in] and B [d_out, k] as ``dtype``, and their action error against ``original``.
+    """``ordered`` A [k, d_in] and B [d_out, k] as ``dtype``, and the action error that ``certify`` finds of these.
 
-    ``whitened``: they are ordered in the norm of activations, so that the columns of B are orthogonal, not the rows
-    of A. Raises InputError, naming the module, where ``dtype`` cannot hold them.
+    Raises InputError, naming the module, where ``dtype`` cannot hold them.
     """
     a, b = cast_factors(adapter, module.name, ordered, dtype)
-    if whitened:
-        error = output_action_error(original, module.scale, ordered[1], (a, b))
-    else:
-        error = action_error(original, module.scale, ordered[0], (a, b))
+    error = certify((a, b))
     if error > accepted_error(dtype):
         raise InputError(
             f"{dtype_name(dtype)} cannot hold these factors (action error {error:.1e}, largest value "
@@ -176,7 +170,16 @@ def _keep(
 ) -> Kept:
     ordered = cached.factors(module.name, k)
     path = cached.modules[module.name].path
-    a, b, error = keep_factors(
-        reader.adapter, module, reader.factors(module), ordered, dtype, whitened=path == "whitened"
-    )
+    original = reader.factors(module)
+
+    def certify(exported: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """By the side on which factors of this path are orthogonal, if any."""
+        if path == "whitened":
+            return output_action_error(original, module.scale, ordered[1], exported)
+        if path == "fisher":
+            every_row, _ = cached.factors(module.name)
+            return oblique_action_error(original, module.scale, every_row, exported)
+        return action_error(original, module.scale, ordered[0], exported)
+
+    a, b, error = keep_factors(reader.adapter, module, ordered, dtype, certify)
     return Kept(a, b, error, cached.spectrum(module.name), path)

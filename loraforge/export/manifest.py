@@ -53,8 +53,9 @@ class ModuleEntry(_Strict):
     d_in: int = Field(ge=1, description="input features")
     d_out: int = Field(ge=1, description="output features")
     path: str = Field(
-        pattern=r"^(gram|tsqr|reference|whitened)$",
-        description="how the ordered factors were built; whitened: in the norm of activations",
+        pattern=r"^(gram|tsqr|reference|whitened|fisher)$",
+        description="how the ordered factors were built; whitened: in the norm of activations; fisher: in that of the "
+        "Fisher information",
     )
     certificate: Certificate
     compact_parameters: int = Field(ge=1, description="k (d_in + d_out)")
@@ -87,6 +88,7 @@ class AdapterEntry(_Strict):
     passthrough: tuple[str, ...] = Field(description="tensors copied byte for byte")
     layouts: dict[Layout, Weights]
     modules: dict[str, ModuleEntry]
+    dropped: tuple[str, ...] = Field((), description="modules that keep no direction and are in no layout")
 
     @property
     def compact_parameters(self) -> int:

@@ -44,12 +44,17 @@ def write_adapter(
 ) -> AdapterEntry:
     """Write ``out/<layout>/<adapter>/`` (configuration and weights) and return its manifest entry.
 
-    ``ranks`` gives k of every module. Not atomic by itself: ``out`` is to be a temporary folder.
+    ``ranks`` gives k of every module; those of 0 are left out. Not atomic by itself: ``out`` is to be a temporary
+    folder. Raises InputError where a module of rank 0 cannot be left out.
     """
     adapter = directions.adapter
-    ranks = {module.name: ranks[module.name] for module in adapter.modules}
+    modules = _kept_modules(adapter, ranks)
+    ranks = {module.name: ranks[module.name] for module in modules}
+    config = adapter.config
+    if len(modules) < len(adapter.modules):  # its short list of targets would name those that are left out
+        config = {**config, "target_modules": list(ranks)}
     beside = _beside_the_factors(adapter)
-    shared = shared_ranks(adapter.modules, ranks)
+    shared = shared_ranks(modules, ranks)
     stored = {layout: module_ranks(layout, shared) for layout in layouts}
     written: dict[Layout, Weights] = {}
     for layout in layouts:
@@ -59,9 +64,9 @@ def write_adapter(
         folder.mkdir(parents=True)
         file = write_tensors(folder / WEIGHTS_NAME, tensors, METADATA, directions.views)
         written[layout] = Weights(rank=layout_rank(layout, shared), sha256=file.sha256, bytes=file.bytes)
-        write_json(folder / CONFIG_NAME, adapter_config(adapter.config, layout, shared, adapter.modules))
+        write_json(folder / CONFIG_NAME, adapter_config(config, layout, shared, modules))
     splits = energy_splits(
-        [directions.modules[module.name].sigma for module in adapter.modules], list(ranks.values())
+        [directions.modules[module.name].sigma for module in modules], list(ranks.values())
     )
     return AdapterEntry(
         weights_sha256=adapter.weights_sha256,
@@ -78,9 +83,26 @@ def write_adapter(
                 split,
                 {layout: stored[layout][module.name] for layout in layouts},
             )
-            for module, split in zip(adapter.modules, splits, strict=True)
+            for module, split in zip(modules, splits, strict=True)
         },
+        dropped=tuple(module.name for module in adapter.modules if module.name not in ranks),
     )
+
+
+def _kept_modules(adapter: Adapter, ranks: Mapping[str, int]) -> list[LoraModule]:
+    """Modules of ``adapter`` that keep a direction. Raises InputError where one that does not has to stay."""
+    for module in adapter.modules:
+        if ranks[module.name] == 0 and (module.stack is not None or module.bias_name is not None):
+            raise InputError(
+                "shares its tensors with other experts, or has a bias, and cannot be left out",
+                path=adapter.path,
+                key=module.name,
+                remedy="choose a policy whose rank floor is 1",
+            )
+    kept = [module for module in adapter.modules if ranks[module.name] > 0]
+    if not kept:
+        raise InputError("keeps no direction at all", path=adapter.path, remedy="allocate again")
+    return kept
 
 
 def _beside_the_factors(adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -101,6 +123,8 @@ def factor_tensors(directions: Directions, ranks: Mapping[str, int]) -> dict[str
     tensors: dict[str, torch.Tensor] = {}
     stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for module in directions.adapter.modules:
+        if module.name not in ranks:
+            continue
         kept = directions.modules[module.name]
         pair = pad_factors(kept.a, kept.b, ranks[module.name])
         if module.stack is None:

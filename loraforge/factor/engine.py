@@ -23,7 +23,7 @@ from loraforge.factor.stages import Stages
 from loraforge.factor.tsqr import tsqr_factors
 from loraforge.fleet.peft_io import Adapter, LoraModule
 
-Path = Literal["gram", "tsqr", "reference", "whitened"]
+Path = Literal["gram", "tsqr", "reference", "whitened", "fisher"]
 Method = Literal["auto", "gram", "tsqr", "reference"]
 METHODS: tuple[Method, ...] = get_args(Method)
 

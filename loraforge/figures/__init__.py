@@ -18,6 +18,7 @@ SCHEMA = "loraforge.figure/1"
 FORMATS = ("csv", "svg", "png")
 FIGURES = (
     *("spectra", "allocation", "quality", "recompression"),
+    *("selection", "retention", "regressions", "budget_share", "quality_tables"),
     *("shrink_ablation", "expand_ablation", "expand_native", "dispatch", "dispatch_map", "dispatch_layers"),
     *("cpu_ops", "scale"),
     *("mixed_serving_vllm", "mixed_serving_sglang", "mixed_serving_sglang_table"),

@@ -19,6 +19,7 @@ from loraforge.errors import InputError, IntegrityError
 from loraforge.files import sha256_file, write_json
 from loraforge.fleet.locked_sources import Name, PathSource, Sha256, Source, Strict, key_parts
 from loraforge.fleet.parts import WHOLE, Part
+from loraforge.fleet.spec import refuse_spec
 from loraforge.fleet.store import Store
 from loraforge.fleet.untrusted_json import read_untrusted_json, shown
 from loraforge.fleet.untrusted_path import require_regular
@@ -103,7 +104,9 @@ class FleetLock(Strict):
 
 
 def load_lock(path: Path) -> FleetLock:
-    """Read a lock without touching the adapters. Raises InputError that names the file and the key."""
+    """Read a lock without touching the adapters. Raises InputError that names the file and the key, and UsageError for
+    a specification, which has no hashes."""
+    refuse_spec(path)
     value = read_untrusted_json(path, max_bytes=MAX_LOCK_BYTES)
     try:
         return FleetLock.model_validate(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from loraforge.fleet.download.http import Http, tokens_of_environment
 from loraforge.fleet.download.hub import Hub
 from loraforge.fleet.download.origins import HISTORY, ArchiveOrigin, HubOrigin, Origin, UrlOrigin, collect
 from loraforge.fleet.download.remote import Remote
-from loraforge.fleet.download.transfer import fetch_file, run_all
+from loraforge.fleet.download.transfer import Stored, fetch_file, run_all
 from loraforge.fleet.lock import FleetLock, LockedAdapter, LockedBase, LockedFile
 from loraforge.fleet.locked_sources import ArchiveSource, HubSource, PathSource, Source, UrlSource
 from loraforge.fleet.offline import is_offline
@@ -57,7 +57,6 @@ def lock_spec(
     base: Path | None = None,
     options: ReadOptions = DEFAULT,
     connections: int = CONNECTIONS,
-    offline: bool = False,
 ) -> FleetLock:
     """Fetch, open and hash what ``spec`` lists, for a lock that will be written to ``path``; its folders are relative
     to the folder ``place``.
@@ -68,7 +67,7 @@ def lock_spec(
     """
     if not plain_name(name):
         raise UsageError("cannot name a fleet: it must be one plain name", key=ascii(name))
-    found = [found for one in _found(spec, place, path, options, connections, offline) for found in one]
+    found = [found for one in _found(spec, place, path, options, connections) for found in one]
     fleet = check_fleet([_opened(one, options) for one in found])
     if spec.base_model not in (None, fleet[0].base_model):
         raise InputError(
@@ -94,12 +93,12 @@ class _Found:
 
 
 def _found(
-    spec: FleetSpec, place: Path, lock: Path, options: ReadOptions, connections: int, offline: bool
+    spec: FleetSpec, place: Path, lock: Path, options: ReadOptions, connections: int
 ) -> Iterator[list[_Found]]:
     remote = [entry for entry in spec.adapters if not isinstance(entry, PathEntry)]
     fetched: dict[HubEntry | UrlEntry, _Found] = {}
     if remote:
-        if offline or is_offline():
+        if is_offline():
             raise InputError(
                 f"{len(remote)} adapters are elsewhere, and the network is off",
                 path=lock,
@@ -112,7 +111,12 @@ def _found(
             progress("fetch", len(remote)) as ticker,
         ):
             hub = Hub(http) if any(isinstance(entry, HubEntry) for entry in remote) else None
-            calls = [partial(_fetched, entry, store, http, hub, options, ticker) for entry in remote]
+            archives = sorted({e.url for e in remote if isinstance(e, UrlEntry) and is_archive(e.url)})
+            whole = run_all(
+                http, [partial(fetch_file, Remote(url), store, http) for url in archives], connections
+            )
+            elsewhere = _Elsewhere(store, http, hub, dict(zip(archives, whole, strict=True)), options, ticker)
+            calls = [partial(elsewhere.bring, entry) for entry in remote]
             fetched = dict(zip(remote, run_all(http, calls, connections), strict=True))
     for entry in spec.adapters:
         if not isinstance(entry, PathEntry):
@@ -128,39 +132,44 @@ def _found(
         yield [_Found(folder, entry.name, None, str(folder)) for folder in folders]
 
 
-def _fetched(
-    entry: HubEntry | UrlEntry,
-    store: Store,
-    http: Http,
-    hub: Hub | None,
-    options: ReadOptions,
-    ticker: Ticker,
-) -> _Found:
-    def bring(origin: Origin, source: Callable[[], Source]) -> _Found:
-        files = collect(origin, store, allow_pickle=options.allow_pickle)
-        folder = store.link({name: file.sha256 for name, file in sorted(files.items())})
-        ticker.advance(origin.shown)
-        return _Found(folder, entry.default_name, source(), origin.shown)
+@dataclass(frozen=True)
+class _Elsewhere:
+    """What it takes to bring entries here; ``archives``: by address, and in the store already."""
 
-    if isinstance(entry, HubEntry):
-        assert hub is not None
-        repository = hub.repository(entry.hub, entry.revision)
-        return bring(
-            HubOrigin(hub, repository, entry.subfolder, store, http),
-            lambda: HubSource(
-                hub=entry.hub, commit=repository.commit, revision=entry.revision, subfolder=entry.subfolder
-            ),
+    store: Store
+    http: Http
+    hub: Hub | None
+    archives: Mapping[str, Stored]
+    options: ReadOptions
+    ticker: Ticker
+
+    def bring(self, entry: HubEntry | UrlEntry) -> _Found:
+        """The adapter of an entry as a folder of the store."""
+        if isinstance(entry, HubEntry):
+            return self._from_hub(entry)
+        if not is_archive(entry.url):
+            origin = UrlOrigin(entry.url, entry.files, self.store, self.http)
+            return self._collected(entry, origin, UrlSource(url=entry.url))
+        whole = self.archives[entry.url]
+        with open_archive(self.store.blob(whole.sha256), entry.url) as archive:
+            folder = folder_of(archive, entry.folder, CONFIG_NAME)
+            source = ArchiveSource(archive=entry.url, bytes=whole.bytes, sha256=whole.sha256, folder=folder)
+            return self._collected(entry, ArchiveOrigin(archive, folder, self.store), source)
+
+    def _from_hub(self, entry: HubEntry) -> _Found:
+        assert self.hub is not None  # it is there for the first such entry
+        repository = self.hub.repository(entry.hub, entry.revision)
+        origin = HubOrigin(self.hub, repository, entry.subfolder, self.store, self.http)
+        source = HubSource(
+            hub=entry.hub, commit=repository.commit, revision=entry.revision, subfolder=entry.subfolder
         )
-    if not is_archive(entry.url):
-        return bring(UrlOrigin(entry.url, entry.files, store, http), lambda: UrlSource(url=entry.url))
-    remote = Remote(entry.url)
-    whole = fetch_file(remote, store, http)
-    with open_archive(store.blob(whole.sha256), entry.url) as archive:
-        folder = folder_of(archive, entry.folder, CONFIG_NAME)
-        return bring(
-            ArchiveOrigin(archive, folder, remote.shown, store),
-            lambda: ArchiveSource(archive=entry.url, bytes=whole.bytes, sha256=whole.sha256, folder=folder),
-        )
+        return self._collected(entry, origin, source)
+
+    def _collected(self, entry: HubEntry | UrlEntry, origin: Origin, source: Source) -> _Found:
+        files = collect(origin, self.store, allow_pickle=self.options.allow_pickle)
+        folder = self.store.link({name: file.sha256 for name, file in sorted(files.items())})
+        self.ticker.advance(origin.shown)
+        return _Found(folder, entry.default_name, source, origin.shown)
 
 
 def _opened(found: _Found, options: ReadOptions) -> Adapter:

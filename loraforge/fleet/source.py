@@ -13,7 +13,7 @@ from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.parts import WHOLE, Part
 from loraforge.fleet.peft_config import CONFIG_NAME
 from loraforge.fleet.peft_io import Adapter, check_fleet, find_adapters, open_adapter, open_fleet
-from loraforge.fleet.spec import is_spec
+from loraforge.fleet.spec import refuse_spec
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,7 @@ def lock_among(paths: Sequence[Path]) -> Path | None:
     """The lock that ``paths`` is, or None for adapter folders. Raises UsageError for a mixture, and for a fleet
     specification in place of its lock."""
     for path in paths:
-        if is_spec(path):
-            raise UsageError(
-                "is a list of adapters without hashes, and without them nothing is fetched or opened",
-                path=path,
-                remedy=f"run `loraforge fleet lock {path}` once, and name the lock that it writes",
-            )
+        refuse_spec(path)
     locks = [path for path in paths if is_lock(path)]
     if locks and len(paths) > 1:
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from loraforge.errors import InputError
+from loraforge.errors import InputError, UsageError
 from loraforge.fleet.download.address import shown_url
 from loraforge.fleet.download.archive import is_archive
 from loraforge.fleet.locked_sources import Folder, Name, Repository, Revision, Strict, Url
@@ -95,6 +95,16 @@ class FleetSpec(Strict):
 def is_spec(path: Path) -> bool:
     """Whether a command takes ``path`` for a fleet specification: a ``.yaml`` that is no folder of that name."""
     return Path(path).suffix in SUFFIXES and not Path(path).is_dir()
+
+
+def refuse_spec(path: Path) -> None:
+    """Raise UsageError where a specification is named in place of a lock."""
+    if is_spec(path):
+        raise UsageError(
+            "is a list of adapters without hashes, and without them nothing is fetched or opened",
+            path=path,
+            remedy=f"run `loraforge fleet lock {path}` once, and name the lock that it writes",
+        )
 
 
 def load_spec(path: Path) -> FleetSpec:

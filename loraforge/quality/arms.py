@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from loraforge.fleet.peft_io import Adapter
 
 
+_REMEDY = "use the base that the adapter was trained on"
+
+
 class Update(NamedTuple):
     """One module's update ``scale * b @ a``: ``a`` [r, d_in], ``b`` [d_out, r]."""
 
@@ -43,10 +46,14 @@ class MergedModel:
         """
         self.reset()
         for name, update in updates.items():
-            weight = self._weight(name, update)
+            try:
+                weight = linear_of(self.model, name).weight
+                check_fits(name, weight, update)
+            except InputError:
+                self.reset()
+                raise
             pristine = self._pristine.setdefault(name, weight.detach().clone())
-            a, b = (factor.to(weight.device, torch.float32) for factor in (update.a, update.b))
-            weight.copy_(torch.addmm(pristine.float(), b, a, alpha=update.scale))
+            weight.copy_(merged(pristine, update))
             self._merged.add(name)
 
     @torch.no_grad()
@@ -56,25 +63,28 @@ class MergedModel:
             self.model.get_submodule(name).weight.copy_(self._pristine[name])
         self._merged.clear()
 
-    def _weight(self, name: str, update: Update) -> torch.Tensor:
-        try:
-            weight = self.model.get_submodule(name).weight
-        except AttributeError as error:
-            self.reset()
-            raise InputError(
-                "no such module in the base model",
-                key=name,
-                remedy="use the base that the adapter was trained on",
-            ) from error
-        shape = (update.b.shape[0], update.a.shape[1])
-        if tuple(weight.shape) != shape:
-            self.reset()
-            raise InputError(
-                f"the update is {shape}, the weight {tuple(weight.shape)}",
-                key=name,
-                remedy="use the base that the adapter was trained on",
-            )
-        return weight  # type: ignore[no-any-return]
+
+def merged(pristine: torch.Tensor, update: Update) -> torch.Tensor:
+    """``pristine + scale * b @ a`` in FP32, [d_out, d_in], on the device of ``pristine``."""
+    a, b = (factor.to(pristine.device, torch.float32) for factor in (update.a, update.b))
+    return torch.addmm(pristine.float(), b, a, alpha=update.scale)
+
+
+def linear_of(model: Any, name: str) -> Any:
+    """The module ``name`` of a model. Raises InputError where there is none with a weight."""
+    try:
+        module = model.get_submodule(name)
+        module.weight  # noqa: B018  # a module without weights is no linear map
+    except AttributeError as error:
+        raise InputError("no such module in the base model", key=name, remedy=_REMEDY) from error
+    return module
+
+
+def check_fits(name: str, weight: torch.Tensor, update: Update) -> None:
+    """Raise InputError unless ``update`` has the shape of ``weight`` [d_out, d_in]."""
+    shape = (update.b.shape[0], update.a.shape[1])
+    if tuple(weight.shape) != shape:
+        raise InputError(f"the update is {shape}, the weight {tuple(weight.shape)}", key=name, remedy=_REMEDY)
 
 
 class Arm(NamedTuple):
@@ -102,7 +112,7 @@ def original_updates(adapter: Adapter) -> dict[str, Update]:
 def truncated_updates(
     adapter: Adapter, cached: CachedAdapter, ranks: Mapping[str, int], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Update]:
-    """The leading ``ranks`` directions of every module, rounded to ``dtype`` as export rounds them.
+    """The leading ``ranks`` directions of every module that keeps any, rounded to ``dtype`` as export rounds them.
 
     Raises InputError where ``ranks`` lacks a module or a value overflows ``dtype``.
     """
@@ -114,6 +124,8 @@ def truncated_updates(
                 key=module.name,
                 remedy="allocate again for this fleet",
             )
+        if ranks[module.name] == 0:
+            continue
         factors = cached.factors(module.name, ranks[module.name])
         found[module.name] = Update(*cast_factors(adapter, module.name, factors, dtype), 1.0)
     return found

@@ -1,129 +1,49 @@
-"""Scores by lm-eval itself: one base model in memory, arms merged into it in turn, one record file an arm.
-
-A record's name is a hash of everything it depends on, so that an interrupted run resumes and an edited task,
-adapter, allocation or harness is scored anew.
-"""
+"""lm-eval's tasks over one base model: loaded once, with the updates of one arm or of several merged into it."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
-from loraforge.activation.entries import entries_of, entry_key, require_moments
-from loraforge.activation.moments import Moments, load_moments
-from loraforge.allocate.allocation import AllocationFile, load_allocation
-from loraforge.allocate.policies import RULES
-from loraforge.config import Policy, QualityConfig
-from loraforge.cts.report import load_report
-from loraforge.digest import source_digest
-from loraforge.errors import InputError, IntegrityError, MissingDependencyError, UsageError
-from loraforge.factor.engine import Method
-from loraforge.files import canonical_json, read_json, sha256_file, sha256_text, write_json
-from loraforge.fleet.base_model import tensors_sha256
-from loraforge.fleet.lock import load_lock
-from loraforge.fleet.peft_io import Adapter, open_adapter
-from loraforge.progress import Timer, progress
-from loraforge.quality.arms import (
-    BASE,
-    ORIGINAL,
-    Arm,
-    MergedModel,
-    Update,
-    arms_of,
-    original_updates,
-    truncated_updates,
-)
+from loraforge.config import Split
+from loraforge.errors import MissingDependencyError, UsageError
+from loraforge.progress import Timer
+from loraforge.quality.arms import MergedModel, Update
+from loraforge.quality.attention import register
+from loraforge.quality.decoding import FixedDecoder, Prompts, decode_growing, stop_tokens
+from loraforge.quality.lanes import LaneModel
+from loraforge.quality.tasks import Batch, Result, ScoredTask
 
-SCHEMA = "loraforge.quality/1"
 LM_EVAL = "0.4.13"
-_STAGE = ("quality/arms.py", "quality/harness.py", "quality/metrics.py")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a worker process needs to score adapters; paths as the caller gives them.
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A task's split with its prompts encoded. ``stops``: bool [vocabulary]; ``until``: the same as text."""
 
-    ``moments``: the file that activation policies were allocated with. ``expanded``: folders of ``loraforge cts``,
-    each an arm of its own.
-    """
-
-    base: Path
-    tasks: Path
-    cache: Path
-    allocations: Path
-    policies: tuple[str, ...]
-    budgets: tuple[str, ...]
-    limit: int | None
-    batch_size: int
-    device: str
-    method: Method = "auto"
-    moments: Path | None = None
-    expanded: tuple[Path, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        config: QualityConfig,
-        *,
-        base: Path,
-        tasks: Path,
-        cache: Path,
-        allocations: Path,
-        method: Method,
-        moments: Path | None = None,
-        expanded: Sequence[Path] = (),
-    ) -> Settings:
-        """Settings of a configuration's quality section."""
-        return cls(
-            base=base,
-            tasks=tasks,
-            cache=cache,
-            allocations=allocations,
-            policies=tuple(config.policies),
-            budgets=tuple(config.budgets),
-            limit=config.limit,
-            batch_size=config.batch_size,
-            device=resolve_device(config.device),
-            method=method,
-            moments=moments,
-            expanded=tuple(expanded),
-        )
-
-
-def resolve_device(name: str) -> str:
-    """``auto`` is CUDA where there is a device, else the CPU; any other name stands for itself."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass(frozen=True)
-class Result:
-    """lm-eval's verdict on one arm: its score in percent and the metric's statistics of every example."""
-
-    metric: str
-    score: float
-    stats: list[list[float]]
-    seconds: float
+    scored: ScoredTask
+    batches: list[Batch]
+    stops: torch.Tensor
+    until: list[str]
 
 
 class Harness:
-    """lm-eval over one base model, loaded once; :meth:`score` merges an update, evaluates, and restores."""
+    """Scores of tasks under updates; the model is the base again after each call.
 
-    def __init__(self, base: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 64) -> None:
+    With one lane on a processor, updates are merged into the model's own weights and rows leave a batch as they stop.
+    With more, or on a GPU, several arms are decoded side by side, at fixed addresses.
+    """
+
+    def __init__(
+        self, base: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 64, lanes: int = 1
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="loraforge-eval-")
         _prepare_environment(Path(self._folder.name))
         try:
@@ -144,231 +64,117 @@ class Harness:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()
         datasets.disable_progress_bars()
-        self.model_sha256 = tensors_sha256(base / "model.safetensors")
         self._tasks = tasks
-        self._loaded: dict[str, Any] = {}
+        self._batch_size = batch_size
         # BF16 on every device: it is how the adapters were trained and how the exported fleet is served
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device).eval()
-        self._merged = MergedModel(model)
+        self._fixed = lanes > 1 or torch.device(device).type == "cuda"
+        if self._fixed:
+            model.set_attn_implementation(register())
+        self._model = model
+        self._alone = MergedModel(model) if lanes == 1 else None
+        self._side_by_side = LaneModel(model, lanes) if lanes > 1 else None
+        self._lanes = lanes
         self._lm = HFLM(
             pretrained=model, tokenizer=AutoTokenizer.from_pretrained(base), batch_size=batch_size
         )
+        self._loaded: dict[tuple[str, Split, int | None], _Loaded] = {}
+        self._stops: dict[tuple[str, ...], torch.Tensor] = {}
+        self._decoder: tuple[tuple[_Loaded, int], FixedDecoder] | None = None
 
-    def score(self, task: str, updates: Mapping[str, Update] | None, limit: int | None = None) -> Result:
-        """Score ``task`` (its first ``limit`` examples) with ``updates`` merged, or on the base without."""
-        from lm_eval.evaluator import evaluate
+    def score(
+        self,
+        task: str,
+        updates: Mapping[str, Update] | None,
+        limit: int | None = None,
+        split: Split = "test",
+    ) -> Result:
+        """Score the first ``limit`` examples of a split with ``updates`` merged, or on the base without."""
+        return self.score_arms(task, [updates], limit, split)[0]
 
-        loaded = self._task(task)
-        metric = loaded.config.metric_list[0]["metric"]
+    def score_arms(
+        self,
+        task: str,
+        arms: Sequence[Mapping[str, Update] | None],
+        limit: int | None = None,
+        split: Split = "test",
+    ) -> list[Result]:
+        """Score up to as many arms as there are lanes, at once; each is given its share of the seconds.
+
+        Raises UsageError for more arms than lanes, InputError for an update that does not fit the base.
+        """
+        if not 1 <= len(arms) <= self._lanes:
+            raise UsageError(f"{len(arms)} arms do not fit {self._lanes} lanes", key="quality.lanes")
+        loaded = self._task(task, split, limit)
         try:
-            if updates is not None:
-                self._merged.merge(updates)
-            # lm-eval draws a bar a stage whatever the terminal; ours counts arms
-            with Timer() as timer, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-                found = evaluate(
-                    self._lm,
-                    task_dict={"tasks": {task: loaded}},
-                    limit=limit,
-                    bootstrap_iters=0,
-                    log_samples=True,
-                )
+            with Timer() as timer:
+                if self._side_by_side is not None:
+                    self._side_by_side.merge([arm or {} for arm in arms])
+                elif self._alone is not None and arms[0] is not None:
+                    self._alone.merge(arms[0])
+                answers = self._answers(loaded, len(arms))
         finally:
-            self._merged.reset()
-        samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
-        stats = [_statistics(sample[metric]) for sample in samples]
-        return Result(metric, float(found["results"][task][f"{metric},none"]), stats, timer.s)
+            for model in (self._side_by_side, self._alone):
+                if model is not None:
+                    model.reset()
+        return [loaded.scored.result(lane, timer.s / len(arms)) for lane in answers]
 
-    def _task(self, name: str) -> Any:
-        """The loaded task. A wrapper names its data by absolute path, so that any working folder will do."""
-        from lm_eval.tasks import TaskManager
+    def _answers(self, loaded: _Loaded, lanes: int) -> list[list[str]]:
+        """Texts by lane and request, each up to its first stop, of the first ``lanes``."""
+        from lm_eval.models.utils import postprocess_generated_text
 
-        if name not in self._loaded:
-            folder = Path(self._folder.name) / "tasks" / name
-            folder.mkdir(parents=True)
-            source = self._tasks.resolve() / name
-            wrapper = {
-                "task": name,
-                "include": str(source / f"{name}.yaml"),
-                "dataset_kwargs": {"data_files": {"test": str(source / "test.jsonl")}},
-                "num_fewshot": 0,
-            }
-            (folder / f"{name}.yaml").write_text(yaml.safe_dump(wrapper), encoding="utf-8")
-            manager = TaskManager(include_path=str(folder), include_defaults=False)
-            self._loaded[name] = manager.load([name])["tasks"][name]
-        return self._loaded[name]
+        found = [[""] * len(loaded.scored) for _ in range(lanes)]
+        for batch in loaded.batches:
+            for answers, rows in zip(found, self._decode(loaded, batch), strict=False):
+                for request, tokens in zip(batch.requests, rows, strict=True):
+                    text = self._lm.tok_decode(tokens)
+                    answers[request] = postprocess_generated_text(text, loaded.until, None)
+        return found
 
+    def _decode(self, loaded: _Loaded, batch: Batch) -> list[list[list[int]]]:
+        """Tokens of a batch by lane and row."""
+        if not self._fixed:
+            return [decode_growing(self._model, batch.prompts, loaded.stops)]
+        first, (ids, mask, limit) = loaded.batches[0], batch.prompts
+        rows, width = first.prompts.ids.shape
+        moves = 0 if self._side_by_side is None else self._side_by_side.moves
+        if self._decoder is None or self._decoder[0] != (loaded, moves):
+            self._decoder = None
+            if loaded.stops.is_cuda:
+                torch.cuda.empty_cache()  # the memory of one at a time; a graph's own is given back only so
+            made = FixedDecoder(self._model, rows * self._lanes, width, limit, loaded.stops)
+            self._decoder = ((loaded, moves), made)
+        # a short batch is filled up with its last prompt, and the lanes see the same prompts
+        rows_of = torch.arange(rows).clamp_max(len(ids) - 1).repeat(self._lanes)
+        found = self._decoder[1](Prompts(ids[rows_of], mask[rows_of], limit))
+        starts = range(0, len(found), rows)
+        return [found[start : start + len(ids)] for start in starts]
 
-def evaluate_fleet(
-    lock: Path, names: Sequence[str], settings: Settings, *, jobs: int = 1
-) -> list[dict[str, Any]]:
-    """Records of every arm of the adapters ``names`` of a locked fleet, in that order; missing ones are made.
+    def _task(self, name: str, split: Split, limit: int | None) -> _Loaded:
+        key = (name, split, limit)
+        if key not in self._loaded:
+            # lm-eval draws a bar a stage whatever the terminal; ours counts arms
+            with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+                scored = ScoredTask(self._tasks, name, split, limit, Path(self._folder.name))
+            batches, until = scored.batches(self._lm, self._batch_size), scored.until(self._lm)
+            self._loaded[key] = _Loaded(scored, batches, self._stop_tokens(until), until)
+        return self._loaded[key]
 
-    Raises UsageError for an adapter or a task that does not exist, InputError for allocations or factors that
-    do, IntegrityError for an adapter that is not the locked one.
-    """
-    arms = [
-        *arms_of(settings.policies, settings.budgets),
-        *(expanded_arm(folder) for folder in settings.expanded),
-    ]
-    jobs = min(jobs, len(names))
-    found: dict[str, list[dict[str, Any]]] = {}
-    with progress("eval", len(names) * len(arms)) as ticker:
-        if jobs <= 1:
-            for name in names:
-                records: list[dict[str, Any]] = []
-                for arm in arms:
-                    records.append(_evaluate_arm(lock, name, arm, settings))
-                    ticker.advance(f"{name} {arm.name} {arm.budget}: {records[-1]['score']:.1f}")
-                found[name] = records
-        else:
-            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-            threads = max(1, (os.cpu_count() or 1) // jobs)
-            with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
-                running = {pool.submit(_evaluate_adapter, lock, name, arms, settings): name for name in names}
-                for future in as_completed(running):
-                    found[running[future]] = future.result()
-                    ticker.advance(running[future], step=len(arms))
-    return [record for name in names for record in found[name]]
+    def _stop_tokens(self, until: Sequence[str]) -> torch.Tensor:
+        key = tuple(until)
+        if key not in self._stops:
+            ends = self._model.generation_config.eos_token_id
+            ends = ends if isinstance(ends, list) else [ends]
+            found = stop_tokens(self._lm.tokenizer, until, ends, self._model.config.vocab_size)
+            self._stops[key] = found.to(self._model.device)
+        return self._stops[key]
 
 
-def _evaluate_adapter(lock: Path, name: str, arms: Sequence[Arm], settings: Settings) -> list[dict[str, Any]]:
-    return [_evaluate_arm(lock, name, arm, settings) for arm in arms]
-
-
-def _evaluate_arm(lock: Path, name: str, arm: Arm, settings: Settings) -> dict[str, Any]:
-    adapter, task = _adapter(lock, name)
-    source = settings.tasks / task
-    for file in (source / f"{task}.yaml", source / "test.jsonl"):
-        if not file.is_file():
-            raise UsageError("no such task file", path=file, remedy=f"run `loraforge tasks publish {task}`")
-    expanded = _expanded(settings.expanded, arm, name)
-    allocation = (
-        None if arm in (BASE, ORIGINAL) or expanded is not None else _allocation(settings.allocations, arm)
-    )
-    moments = None if allocation is None else _moments(settings, allocation.policy)
-    ranks = None if allocation is None else allocation.ranks.get(name)
-    if allocation is not None and ranks is None:
-        raise InputError(f"no ranks of adapter {name}", path=settings.allocations, remedy="allocate again")
-    model_sha256 = _model_sha256(settings.base)
-    identity: dict[str, Any] = {
-        "schema": SCHEMA,
-        "arm": list(arm),
-        "task": {file.name: sha256_file(file) for file in (source / f"{task}.yaml", source / "test.jsonl")},
-        "model": model_sha256,
-        "adapter": None if arm == BASE else adapter.weights_sha256,
-        "scales": None if arm == BASE else {module.name: module.scale for module in adapter.modules},
-        "factors": None if ranks is None else entry_key(adapter, moments=moments, method=settings.method),
-        "ranks": ranks,
-        "limit": settings.limit,
-        "batch_size": settings.batch_size,
-        "device": settings.device.partition(":")[0],
-        "machine": platform.machine(),
-        "lm_eval": LM_EVAL,
-        "source": source_digest(*_STAGE),
-    }
-    if expanded is not None:
-        identity["expanded"] = expanded.weights_sha256
-    path = settings.cache / "quality" / f"{sha256_text(canonical_json(identity))}.json"
-    if path.is_file():
-        record: dict[str, Any] = read_json(path)
-        return {**record, "adapter": name}  # a base record serves every adapter of its task
-    updates = None
-    if ranks is not None:
-        [cached] = entries_of([adapter], settings.cache, moments=moments, method=settings.method)
-        updates = truncated_updates(adapter, cached, ranks)
-    elif expanded is not None:
-        updates = original_updates(expanded)
-    elif arm == ORIGINAL:
-        updates = original_updates(adapter)
-    harness = _harness(settings.base, settings.tasks, settings.device, settings.batch_size)
-    result = harness.score(task, updates, settings.limit)
-    record = {
-        "adapter": name,
-        "task": task,
-        "metric": result.metric,
-        "arm": arm.name,
-        "budget": arm.budget,
-        "score": result.score,
-        "n": len(result.stats),
-        "stats": result.stats,
-        "task_sha256": identity["task"]["test.jsonl"],
-        "adapter_sha256": identity["adapter"],
-        "model_sha256": model_sha256,
-        "seconds": round(result.seconds, 3),
-    }
-    write_json(path, record)
-    return record
-
-
-@cache
-def _harness(base: Path, tasks: Path, device: str, batch_size: int) -> Harness:
-    return Harness(base, tasks, device=device, batch_size=batch_size)
-
-
-@cache
-def _model_sha256(base: Path) -> str:
-    return tensors_sha256(base / "model.safetensors")
-
-
-@cache
-def _adapter(lock: Path, name: str) -> tuple[Adapter, str]:
-    """The adapter ``name`` of the lock, weights as locked, and its task."""
-    fleet = load_lock(lock)
-    entry = next((entry for entry in fleet.adapters if entry.name == name), None)
-    if entry is None:
-        known = ", ".join(sorted(entry.name for entry in fleet.adapters))
-        raise UsageError("no such adapter in the fleet", path=lock, key=name, remedy=f"choose from {known}")
-    if entry.task is None:
-        raise InputError(
-            "has no task to be scored on", path=lock, key=name, remedy="add a recipe.yaml that names it"
-        )
-    adapter = open_adapter(fleet.folder(entry, lock), name=name)
-    locked = {file.name: file.sha256 for file in entry.files}
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if sha256_file(adapter.path / file) != locked.get(file):
-            raise IntegrityError(
-                "is not the locked file", path=adapter.path / file, remedy="restore it, or lock anew"
-            )
-    return adapter, entry.task
-
-
-@cache
-def _moments(settings: Settings, policy: Policy) -> Moments | None:
-    """The moments that ``policy`` measures by; None where it measures weights."""
-    if RULES[policy].norm == "weights":
-        return None
-    require_moments(policy, settings.moments)
-    return None if settings.moments is None else load_moments(settings.moments)
-
-
-@cache
-def _expanded(folders: tuple[Path, ...], arm: Arm, name: str) -> Adapter | None:
-    """Adapter ``name`` of the folder that holds ``arm``; None where none does."""
-    found = next((folder for folder in folders if expanded_arm(folder) == arm), None)
-    return None if found is None else open_adapter(found / name)
-
-
-@cache
-def expanded_arm(folder: Path) -> Arm:
-    """The arm that a folder of ``loraforge cts`` holds. Raises InputError for another folder."""
-    report = load_report(folder)
-    return Arm(report.arm, report.budget)
-
-
-@cache
-def _allocation(folder: Path, arm: Arm) -> AllocationFile:
-    for path in sorted(folder.glob("*.json")):
-        allocation = load_allocation(path)
-        if (allocation.policy, allocation.budget.value) == arm:
-            return allocation
-    raise InputError(
-        f"no allocation of {arm.name} at {arm.budget}", path=folder, remedy="run `loraforge allocate` for it"
-    )
-
-
-def _statistics(value: Any) -> list[float]:
-    """A metric's value of one example as a list of numbers."""
-    return [float(part) for part in value] if isinstance(value, list | tuple) else [float(value)]
+def resolve_device(name: str) -> str:
+    """``auto`` is CUDA where there is a device, else the CPU; any other name stands for itself."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _prepare_environment(folder: Path) -> None:

@@ -60,6 +60,75 @@ def compare(
     )
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals of one macro difference, (low, high) in points, by what is drawn anew.
+
+    ``examples``: these adapters, other examples of their tasks. ``adapters``: these examples, other adapters. ``both``.
+    """
+
+    examples: tuple[float, float]
+    adapters: tuple[float, float]
+    both: tuple[float, float]
+
+
+class Resampling:
+    """Draws that all arms of a fleet share, so that intervals of two arms differ by their scores alone.
+
+    sizes: number of examples by adapter. Draws depend on it and the seed, not on any order.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        seed: int = SEED,
+        draws: int = DRAWS,
+        level: float = LEVEL,
+    ) -> None:
+        if not sizes:
+            raise UsageError("no adapters to draw from")
+        chance = np.random.default_rng(seed)
+        self._names = sorted(sizes)
+        self._counts = {
+            name: chance.multinomial(sizes[name], np.full(sizes[name], 1 / sizes[name]), size=draws).astype(
+                np.float64
+            )
+            for name in self._names
+        }
+        self._picked = chance.integers(len(self._names), size=(draws, len(self._names)))
+        self._rounds = chance.integers(draws, size=self._picked.shape)
+        self._level = level
+
+    def intervals(self, arm: Mapping[str, Sample], other: Mapping[str, Sample]) -> Intervals:
+        """Intervals of ``arm`` minus ``other``, paired by adapter and example.
+
+        Raises UsageError where the two were not scored on the examples that are drawn.
+        """
+        if not arm.keys() == other.keys() == self._counts.keys():
+            raise UsageError("the arms were not scored on the same adapters", remedy="score both again")
+        drawn = np.stack([self._differences(name, arm[name], other[name]) for name in self._names])
+        points = np.array([arm[name].score - other[name].score for name in self._names])
+        return Intervals(
+            examples=self._ends(drawn.mean(axis=0)),
+            adapters=self._ends(points[self._picked].mean(axis=1)),
+            both=self._ends(drawn[self._picked, self._rounds].mean(axis=1)),
+        )
+
+    def _differences(self, name: str, arm: Sample, other: Sample) -> Floats:
+        counts = self._counts[name]
+        if arm.metric != other.metric or not len(arm.stats) == len(other.stats) == counts.shape[1]:
+            raise UsageError(
+                "the arms were not scored on the same examples", key=name, remedy="score both arms again"
+            )
+        return _scores(arm.metric, counts, arm.stats) - _scores(other.metric, counts, other.stats)
+
+    def _ends(self, means: Floats) -> tuple[float, float]:
+        tail = (1 - self._level) / 2
+        low, high = np.quantile(means, [tail, 1 - tail])
+        return float(low), float(high)
+
+
 def bootstrap(
     arm: Mapping[str, Sample],
     other: Mapping[str, Sample],

@@ -141,7 +141,7 @@ def test_absolute_energy_starves_weak_modules_but_for_the_floor() -> None:
     assert spectral(p, 5, np.array([2, 2])).k.tolist() == [3, 2]
 
 
-@pytest.mark.parametrize(("floor", "ceiling"), [([3, 1], 100), ([0, 1], 100), ([2, 2], 3)])
+@pytest.mark.parametrize(("floor", "ceiling"), [([3, 1], 100), ([-1, 1], 100), ([2, 2], 3)])
 def test_impossible_floor(floor: list[int], ceiling: int) -> None:
     with pytest.raises(ValueError, match="rank floor"):
         spectral(problem([[1.0, 1.0], [1.0, 1.0]], [1, 1]), ceiling, np.array(floor))

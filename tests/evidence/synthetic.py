@@ -171,15 +171,17 @@ def recompression(matrices: int = 1234, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def quality(
-    adapters: int = 3, examples: int = 20, seed: int = 0, budgets: tuple[str, ...] = ("1/12", "1/4")
+    adapters: int = 3,
+    examples: int = 20,
+    seed: int = 0,
+    budgets: tuple[str, ...] = ("1/12", "1/4"),
+    policies: tuple[str, ...] = ("uniform", "spectral"),
 ) -> list[dict[str, Any]]:
     from loraforge.quality.metrics import aggregate
 
     draw = np.random.default_rng(seed)
     found = []
-    arms = [("base", "0"), ("original", "1")] + [
-        (policy, b) for policy in ("uniform", "spectral") for b in budgets
-    ]
+    arms = [("base", "0"), ("original", "1")] + [(policy, b) for policy in policies for b in budgets]
     for number, adapter in enumerate(NAMES[:adapters]):
         metric = METRICS[number % 3]
         base, original = draw.uniform(2, 35), draw.uniform(55, 92)
@@ -187,7 +189,7 @@ def quality(
         for arm, budget in arms:
             loss = (
                 draw.exponential(14.0 if arm == "uniform" else 5.0) * (0.5 - float(Fraction(budget)))
-                if arm in ("uniform", "spectral")
+                if arm in policies
                 else 0.0
             )
             level = base if arm == "base" else max(original - loss, base)
@@ -210,6 +212,39 @@ def quality(
                 }
             )  # fmt: skip
     return found
+
+
+STUDIED = ("uniform", "spectral", "adapter-relative", "blend")
+
+
+def study(
+    target: str,
+    adapters: int = 3,
+    examples: int = 20,
+    budgets: tuple[str, ...] = ("1/12", "1/4"),
+    policies: tuple[str, ...] = STUDIED,
+) -> list[dict[str, Any]]:
+    """Scores of a split and the selection that the validation scores make; shared bases have no parameters."""
+    from loraforge.evidence.targets.quality import Score
+    from loraforge.evidence.targets.study import selection_from
+
+    def scored(split: str, seed: int, arms: tuple[str, ...]) -> list[dict[str, Any]]:
+        found = quality(adapters, examples, seed, budgets, arms)
+        for item in found:
+            share = {"base": 0.0, "cts": None}.get(item["arm"], float(Fraction(item["budget"])))
+            item |= {"split": split, "parameters": None if share is None else round(1200 * share)}
+        return found
+
+    validation = scored("validation", 1, policies)
+    selection = selection_from(
+        [Score.model_validate(item) for item in validation],
+        fleet="smol",
+        candidates=policies,
+        decide_at=budgets[0],
+        finalists=min(2, len(policies)),
+    )
+    scores = validation if target == "quality_selection" else scored("test", 2, ("cts", *policies))
+    return [*scores, selection.model_dump(mode="json")]
 
 
 def end_to_end(fleet: str = "qwen50") -> list[dict[str, Any]]:
@@ -412,6 +447,7 @@ MAKERS = {
     "allocation": allocation,
     "recompression": recompression,
     "quality": quality,
+    **{name: partial(study, name) for name in ("quality_selection", "quality_study")},
     "end_to_end_compression": end_to_end,
     **{name: partial(kernels, name) for name in ("shrink_ablation", "expand_ablation", "dispatch")},
     "cpu_ops": cpu_ops,

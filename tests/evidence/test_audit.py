@@ -43,8 +43,8 @@ def test_honest_evidence_passes_and_every_claim_group_is_reported(study: Study) 
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert [line[:18].strip() for line in lines[:-1]] == [
-        "index", "bag integrity", "schemas", "validation claims", "summaries", "figure tables", "fleet",
-        "drawn figures",
+        "index", "bag integrity", "schemas", "validation claims", "summaries", "figure tables", "selections",
+        "fleet", "drawn figures",
     ]  # fmt: skip
     assert all(line.endswith("ok") for line in lines[:-1])
     assert lines[-1] == "every byte and every claim holds"

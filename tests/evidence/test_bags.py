@@ -105,6 +105,15 @@ def test_date_is_that_of_the_records(tmp_path: Path) -> None:
     assert result.stdout.strip().endswith("recompression/20231114-lab")
 
 
+def test_the_same_study_in_two_engines_has_two_labels(tmp_path: Path) -> None:
+    for engine in ("vllm", "sglang"):
+        records = synthetic.write_records(tmp_path / f"{engine}.jsonl", "six_cell")
+        result = make(tmp_path, "six_cell", records, "--engine", engine, "--date", DATE)
+        assert result.exit_code == 0, result.output
+        (bag,) = (tmp_path / "live/six_cell").glob(f"20261129-{engine}-*")
+        assert open_bag(bag).run.host.startswith(f"{engine}-cpu")
+
+
 def test_a_second_bag_of_the_day_needs_force(tmp_path: Path) -> None:
     records = synthetic.write_records(tmp_path / "r.jsonl", "recompression")
     assert make(tmp_path, "recompression", records).exit_code == 0

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from loraforge.errors import InputError
 from loraforge.export.directions import CachedFleet
 from loraforge.export.manifest import AdapterEntry
 from loraforge.export.writer import write_adapter
@@ -201,6 +202,52 @@ def test_rank_one(
             copy.deepcopy(tiny_llama), tmp_path / "out" / layout / source
         ).eval()
         check(logits(model, tokens), wanted, logits(tiny_llama, tokens), torch.float32)
+
+
+@pytest.mark.parametrize("source", ["plain", "patterns", "layers", "regex"])
+def test_modules_without_a_direction_are_left_out(
+    source: str, tmp_path: Path, make_adapter: MakeAdapter, tiny_llama: torch.nn.Module, tokens: torch.Tensor
+) -> None:
+    fields = {"layers": range(LAYERS), "lora_alpha": 0.5, **SOURCES[source]}
+    original = make_adapter(tmp_path / "original" / source, seed=3, **fields)
+    adapter = open_adapter(original)
+    # some here and there, and a whole layer, which the original's list of layers still names
+    ranks = {
+        module.name: 0 if index % 3 == 1 or module.name.startswith("model.layers.0.") else 2
+        for index, module in enumerate(adapter.modules)
+    }
+    ranks[adapter.modules[-1].name] = 3
+    entry = write(adapter, tmp_path, ranks, torch.float32)
+    kept = {name: k for name, k in ranks.items() if k}
+    assert (set(entry.modules), set(entry.dropped)) == (set(kept), set(ranks) - set(kept))
+    wanted = logits(truncated_model(tiny_llama, original, ranks), tokens)
+    for layout in ("ragged", "padded"):
+        folder = tmp_path / "out" / layout / source
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_llama), folder).eval()
+        layers = {
+            name.removeprefix("base_model.model.")
+            for name, layer in model.named_modules()
+            if isinstance(layer, peft.tuners.lora.LoraLayer)
+        }
+        assert layers == set(kept)
+        check(logits(model, tokens), wanted, logits(tiny_llama, tokens), torch.float32)
+        assert {module.name for module in open_adapter(folder).modules} == set(kept)
+
+
+def test_what_cannot_be_left_out(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    adapter = open_adapter(make_adapter(tmp_path / "one"))
+    with pytest.raises(InputError, match="keeps no direction at all"):
+        write(adapter, tmp_path, dict.fromkeys((module.name for module in adapter.modules), 0), torch.float32)
+    name = adapter.modules[0].name
+    biased = make_adapter(
+        tmp_path / "two", extra={f"base_model.model.{name}.lora_B.bias": torch.ones(32)}, lora_bias=True
+    )
+    adapter = open_adapter(biased)
+    ranks = {module.name: int(module.name != name) for module in adapter.modules}
+    with pytest.raises(InputError, match=f"{name}: shares its tensors .* rank floor is 1"):
+        write(adapter, tmp_path, ranks, torch.float32)
 
 
 def test_passthrough_tensors_are_copied_byte_for_byte(tmp_path: Path, make_adapter: MakeAdapter) -> None:

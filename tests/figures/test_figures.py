@@ -26,6 +26,13 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         {"adapters": 24, "examples": 10, "budgets": synthetic.BUDGETS},
         {"adapters": 1, "budgets": ("1/12",)},
     ),
+    **dict.fromkeys(
+        ("selection", "retention", "regressions", "budget_share", "quality_tables"),
+        (
+            {"adapters": 24, "examples": 10, "budgets": synthetic.BUDGETS},
+            {"adapters": 1, "budgets": ("1/12",), "policies": ("spectral",)},
+        ),
+    ),
     "recompression": ({},),
     "cpu_ops": ({"grid": True}, {}, {"engine": False}),
     "scale": ({}, {"sizes": (10,)}),

@@ -38,9 +38,10 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 2
 
 
-def test_a_specification_is_no_lock(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["factor"], ["fleet", "fetch"], ["fleet", "verify"]])
+def test_a_specification_is_no_lock(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["factor", str(EXAMPLES[0])])
+        main([*command, str(EXAMPLES[0])])
     assert caught.value.code == 2
     assert "run `loraforge fleet lock" in capsys.readouterr().err
 

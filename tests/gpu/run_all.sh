@@ -22,7 +22,7 @@ kernels = gpu.kernels()
 print("eigensolver:", kernels.eigensolver, "on", kernels.device)
 PY
 
-timeout "${PYTEST_SECONDS:-70}" python3 -m pytest tests/gpu -m gpu -p no:cacheprovider --maxfail=25 --tb=short -q \
+timeout "${PYTEST_SECONDS:-70}" python3 -m pytest tests/gpu tests/quality/test_scoring_gpu.py -m gpu -p no:cacheprovider --maxfail=25 --tb=short -q \
     >"$out/pytest.txt" 2>&1 || status=1
 tail -n 25 "$out/pytest.txt"
 

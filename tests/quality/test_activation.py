@@ -10,9 +10,10 @@ import torch
 from adapter_folders import MakeAdapter
 from tiny_model import write_base
 
-from loraforge.activation.entries import require_moments
-from loraforge.activation.moments import Moments, collect_moments, load_moments, read_texts
-from loraforge.activation.whitened import shrunk, whiten_fleet, whitened_factors
+from loraforge.activation.entries import order_fleet, require_moments
+from loraforge.activation.inputs import InputMoments, collect_moments, read_texts
+from loraforge.activation.moments import load_moments
+from loraforge.activation.whitened import shrunk, whitened_factors
 from loraforge.allocate.budget import parse_budget
 from loraforge.allocate.policy import problem_of
 from loraforge.cli import main
@@ -30,11 +31,11 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def moments(base: Path, tmp_path: Path) -> Moments:
+def moments(base: Path, tmp_path: Path) -> InputMoments:
     return collect_moments(base, TEXTS, tmp_path / "moments.safetensors", batch_size=2)
 
 
-def test_moments_are_those_of_single_texts(base: Path, moments: Moments) -> None:
+def test_moments_are_those_of_single_texts(base: Path, moments: InputMoments) -> None:
     """Batches are padded; their sums must be those of texts one by one, seen by hooks of another making."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +61,7 @@ def test_moments_are_those_of_single_texts(base: Path, moments: Moments) -> None
         )  # BF16, other batches
 
 
-def test_projections_of_one_input_share_one_matrix(moments: Moments) -> None:
+def test_projections_of_one_input_share_one_matrix(moments: InputMoments) -> None:
     attention = {moments.inputs[f"model.layers.0.self_attn.{kind}_proj"] for kind in "qkv"}
     assert len(attention) == 1
     assert moments.inputs["model.layers.0.mlp.gate_proj"] == moments.inputs["model.layers.0.mlp.up_proj"]
@@ -70,7 +71,7 @@ def test_projections_of_one_input_share_one_matrix(moments: Moments) -> None:
     assert not any("lm_head" in name for name in moments.inputs)
 
 
-def test_a_file_of_moments_is_checked(base: Path, moments: Moments, tmp_path: Path) -> None:
+def test_a_file_of_moments_is_checked(base: Path, moments: InputMoments, tmp_path: Path) -> None:
     again = collect_moments(base, TEXTS, tmp_path / "again.safetensors", batch_size=2)
     assert again.sha256 == moments.sha256 == load_moments(moments.path).sha256
     with pytest.raises(InputError, match=r"lm_head: no moments of this module's inputs; collect"):
@@ -152,18 +153,18 @@ def test_shrinkage_keeps_the_trace() -> None:
 
 
 def test_entries_are_made_once_per_moments(
-    tmp_path: Path, make_adapter: MakeAdapter, base: Path, moments: Moments
+    tmp_path: Path, make_adapter: MakeAdapter, base: Path, moments: InputMoments
 ) -> None:
     make_adapter(tmp_path / "fleet" / "a", targets=("q_proj", "down_proj"))
     make_adapter(tmp_path / "fleet" / "b", seed=1, dtype=torch.bfloat16)
     fleet = open_fleet([tmp_path / "fleet"])
-    entries = whiten_fleet(fleet, tmp_path / "cache", moments)
+    entries = order_fleet(fleet, tmp_path / "cache", moments)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/activation").iterdir()}
     assert [entry.adapter for entry in entries] == ["a", "b"]
-    whiten_fleet(fleet, tmp_path / "cache", moments)
+    order_fleet(fleet, tmp_path / "cache", moments)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/activation").iterdir()} == files
     other = collect_moments(base, TEXTS[:1], tmp_path / "other.safetensors")
-    whiten_fleet(fleet, tmp_path / "cache", other)
+    order_fleet(fleet, tmp_path / "cache", other)
     assert len(list((tmp_path / "cache/activation").iterdir())) == 4
     problem = problem_of(entries)
     module = fleet[0].modules[0]
@@ -175,7 +176,7 @@ def test_entries_are_made_once_per_moments(
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_compress_by_activations(
-    tmp_path: Path, make_adapter: MakeAdapter, moments: Moments, cached: bool
+    tmp_path: Path, make_adapter: MakeAdapter, moments: InputMoments, cached: bool
 ) -> None:
     make_adapter(tmp_path / "fleet" / "a", r=8, targets=("q_proj", "down_proj"), decay=0.9)
     make_adapter(tmp_path / "fleet" / "b", r=4, seed=1)

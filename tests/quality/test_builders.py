@@ -381,7 +381,7 @@ def test_publish_then_check_sees_every_change(local_index: Path, tmp_path: Path)
     assert record["sources"][0]["sha256"] == digest
     assert record["splits"] == {"train": 800, "validation": 200, "test": 200}
     check(spec, root, cache)
-    for name in ("test.jsonl", "toy.yaml", "SOURCE.json", "LICENSE"):
+    for name in ("test.jsonl", "validation.jsonl", "toy.yaml", "SOURCE.json", "LICENSE"):
         path = root / "toy" / name
         kept = path.read_bytes()
         path.write_bytes(kept.replace(b"o", b"0", 1))
@@ -402,7 +402,10 @@ def test_published_folder_is_whole(name: str) -> None:
     assert all("\n" not in row["target"] and row["target"] == row["target"].strip() for row in rows)
     assert all(len(row["prompt"]) < 700 and len(row["target"]) <= 160 for row in rows)
     record = json.loads((folder / "SOURCE.json").read_text(encoding="utf-8"))
-    assert record["test_sha256"] == sha256_text((folder / "test.jsonl").read_text(encoding="utf-8"))
+    for held_out in ("validation", "test"):
+        text = (folder / f"{held_out}.jsonl").read_text(encoding="utf-8")
+        assert record[f"{held_out}_sha256"] == sha256_text(text)
+        assert record["splits"][held_out] == text.count("\n")
     assert [source["sha256"] for source in record["sources"]] == [s.sha256 for s in TASKS[name].sources]
     assert (folder / f"{name}.yaml").read_text(encoding="utf-8") == task_file(TASKS[name])
     assert (folder / "LICENSE").stat().st_size > 500

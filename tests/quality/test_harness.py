@@ -11,7 +11,7 @@ import torch
 from adapter_folders import MakeAdapter
 from tiny_model import tiny_model, tiny_tokenizer, write_base
 
-from loraforge.activation.moments import collect_moments
+from loraforge.activation.inputs import collect_moments
 from loraforge.allocate.allocation import AllocationFile, load_allocation, save_allocation
 from loraforge.allocate.budget import parse_budget
 from loraforge.cts.export import compress_jointly
@@ -21,7 +21,7 @@ from loraforge.fleet.lock import save_lock
 from loraforge.fleet.locking import make_lock
 from loraforge.fleet.peft_io import open_adapter
 from loraforge.quality.arms import MergedModel, Update, arms_of, original_updates, truncated_updates
-from loraforge.quality.harness import Settings, evaluate_fleet
+from loraforge.quality.evaluate import Settings, evaluate_fleet
 from loraforge.quality.metrics import aggregate
 
 TASK = "us_to_uk"
@@ -149,6 +149,38 @@ def test_records_are_scored_by_lm_eval_and_resumed(
     assert sorted((settings.cache / "quality").glob("*.json")) == files
 
 
+def test_policies_that_leave_the_same_ranks_are_scored_once(
+    study: tuple[Path, Settings], tmp_path: Path
+) -> None:
+    lock, settings = study
+    uniform = load_allocation(tmp_path / "ranks" / "uniform.json")
+    save_allocation(uniform.model_copy(update={"policy": "spectral"}), tmp_path / "ranks" / "spectral.json")
+    for lanes in (1, 2):
+        both = replace(settings, policies=("uniform", "spectral"), lanes=lanes)
+        records = evaluate_fleet(lock, [TASK], both)
+        assert [record["arm"] for record in records] == ["base", "original", "uniform", "spectral"]
+        assert records[2]["stats"] == records[3]["stats"]
+        assert records[2]["seconds"] == records[3]["seconds"]
+        assert [record["parameters"] for record in records] == [
+            0,
+            4 * uniform.spent,
+            uniform.spent,
+            uniform.spent,
+        ]
+        assert (
+            len(list((settings.cache / "quality").glob("*.json"))) == 3 * lanes
+        )  # lanes round in their own way
+
+
+def test_a_split_is_scored_on_its_own_examples(study: tuple[Path, Settings]) -> None:
+    lock, settings = study
+    test = evaluate_fleet(lock, [TASK], settings)
+    validation = evaluate_fleet(lock, [TASK], replace(settings, split="validation"))
+    for one, other in zip(test, validation, strict=True):
+        assert (one["split"], other["split"]) == ("test", "validation")
+        assert one["task_sha256"] != other["task_sha256"]
+
+
 def test_bad_requests_are_refused(study: tuple[Path, Settings], tmp_path: Path) -> None:
     lock, settings = study
     with pytest.raises(UsageError, match="nobody: no such adapter in the fleet"):
@@ -181,7 +213,7 @@ def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], t
     full = replace(
         settings,
         policies=("uniform", "activation-uniform"),
-        moments=moments.path,
+        moments=(moments.path,),
         expanded=(tmp_path / "full", tmp_path / "diagonal"),
     )
     records = evaluate_fleet(lock, [TASK], full)
@@ -193,6 +225,6 @@ def test_arms_by_activations_and_of_shared_bases(study: tuple[Path, Settings], t
         ("cts-diagonal", "1/2"),
     ]
     with pytest.raises(UsageError, match="--moments: the activation-uniform policy measures activations"):
-        evaluate_fleet(lock, [TASK], replace(full, moments=None))
+        evaluate_fleet(lock, [TASK], replace(full, moments=()))
     with pytest.raises(InputError, match=r"cts\.json"):
         evaluate_fleet(lock, [TASK], replace(full, expanded=(tmp_path / "ranks",)))

@@ -6,7 +6,7 @@ import pytest
 
 from loraforge.errors import UsageError
 from loraforge.quality.scores import Sample, count_over, losses, macro, worst
-from loraforge.quality.statistics import bootstrap, compare
+from loraforge.quality.statistics import Resampling, bootstrap, compare
 
 
 def _exact(hits: int, n: int) -> Sample:
@@ -80,3 +80,41 @@ def test_f1_is_micro_averaged_within_a_resample() -> None:
 def test_different_examples_are_refused() -> None:
     with pytest.raises(UsageError, match="a: the arms were not scored on the same examples"):
         compare({"a": _exact(1, 10)}, {"a": _exact(1, 11)})
+
+
+def test_intervals_by_what_is_drawn() -> None:
+    """Adapters that differ and examples that hardly do: only drawing adapters anew moves the mean far."""
+    original = {name: _exact(100, 200) for name in "abcd"}
+    arm = {"a": _exact(100, 200), "b": _exact(90, 200), "c": _exact(60, 200), "d": _exact(20, 200)}
+    found = Resampling(dict.fromkeys("abcd", 200)).intervals(arm, original)
+    widths = {name: high - low for name, (low, high) in vars(found).items()}
+    assert widths["examples"] < widths["adapters"] < widths["both"] * 1.05
+    for low, high in vars(found).values():
+        assert low < -16.25 < high
+    assert min(found.adapters) >= -40
+    assert max(found.adapters) <= 0
+
+
+def test_draws_are_shared_by_arms_and_depend_on_no_order() -> None:
+    sizes = {"a": 50, "b": 40}
+    original = {"a": _exact(40, 50), "b": _exact(30, 40)}
+    arm = {"a": _exact(35, 50), "b": _exact(28, 40)}
+    backwards = dict(reversed(sizes.items()))
+    found = Resampling(sizes).intervals(arm, original)
+    assert Resampling(backwards).intervals(dict(reversed(arm.items())), original) == found
+    same = Resampling(sizes).intervals(original, original)
+    assert (same.examples, same.adapters, same.both) == ((0, 0), (0, 0), (0, 0))
+    with pytest.raises(UsageError, match="not scored on the same adapters"):
+        Resampling(sizes).intervals({"a": _exact(1, 50)}, {"a": _exact(1, 50)})
+    with pytest.raises(UsageError, match="not scored on the same examples"):
+        Resampling(sizes).intervals(arm | {"b": _exact(1, 41)}, original)
+    with pytest.raises(UsageError, match="no adapters"):
+        Resampling({})
+
+
+def test_shared_draws_agree_with_the_two_stage_bootstrap() -> None:
+    original = {name: _exact(70 + place, 100) for place, name in enumerate("abcdef")}
+    arm = {name: _exact(60 + 3 * place, 100) for place, name in enumerate("abcdef")}
+    found = Resampling(dict.fromkeys(original, 100), draws=4000).intervals(arm, original).both
+    for one, other in zip(found, bootstrap(arm, original, draws=4000), strict=True):
+        assert one == pytest.approx(other, abs=0.6)

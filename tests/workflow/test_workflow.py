@@ -78,6 +78,7 @@ def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
 
 TARGETS = {
     *("figures", "spectra", "allocation", "recompression", "quality", "compressed_fleet", "total"),
+    "quality_study",
     *("ablation_shrink", "ablation_expand", "dispatch", "cpu_ops"),
     *("mixed_serving_vllm", "six_cell", "fixed_work", "residency", "cpu_serving"),
     *("mixed_serving_sglang", "six_cell_sglang", "fixed_work_sglang", "residency_sglang"),
@@ -174,6 +175,21 @@ def test_one_ablation_runs_alone(snakemake: Callable[..., Run]) -> None:
     changed = ("--config", "recompression={passes: 3}", "--dry-run", "--")
     assert jobs(snakemake(*changed, "recompression")) == {"bench_recompression", "bag_evidence", "plot_live"}
     assert jobs(snakemake(*changed, "spectra", "allocation", "quality")) == set()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_quality_study_runs_by_name_and_collects_what_its_candidates_need(
+    snakemake: Callable[..., Run],
+) -> None:
+    plan = ("--dry-run", "--")
+    study = {"score_validation", "select_policies", "score_test", "fit_shared"}
+    assert not jobs(snakemake(*plan, "figures")) & study
+    found = jobs(snakemake(*plan, "quality_study"))
+    assert study | {"collect_activations", "order_directions", "allocate_ranks"} <= found
+    assert not found & {"collect_fisher", "gather_prompts", "cache_factors"}
+    fisher = {"candidates": ["fisher"], "decide_at": "1/4", "budgets": ["1/4"]}
+    found = jobs(snakemake("--config", f"study={json.dumps(fisher)}", *plan, "quality_study"))
+    assert {"collect_fisher", "gather_prompts", "order_directions"} <= found
 
 
 @pytest.mark.usefixtures("drawn")

@@ -6,8 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from loraforge.allocate.policies import RULES
 from loraforge.config import parse_config
-from loraforge import jit
+from loraforge import jit, quality
 from loraforge.digest import source_digest
 from loraforge.evidence import index as evidence_index
 from loraforge.evidence.targets import TARGETS
@@ -36,6 +37,15 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 
 # What is scored on a GPU is the reduced protocol (the paper's, on another fleet); the rest runs on the CPU.
 ON_GPU = CONFIG.quality.device != "cpu" and HAS_GPU
+
+# The quality study chooses on validation splits and reports on test splits; it runs only where its target is named.
+QUALITY_STUDY = ["quality_selection", "quality_study"]
+STUDY = CONFIG.study
+
+# what policies measure updates by besides their weights: one file a norm
+MOMENTS = {
+    norm: f"{RESULTS}/moments/{norm}.safetensors" for norm in ("activations", "fisher")
+}
 
 # Serving kernels are timed on a GPU alone, and only where their target is named: `figures` draws them from committed
 # evidence. CPU operations are timed where there is an engine to hold them against.
@@ -85,7 +95,11 @@ LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
 # an hour of a processor and 8 GB for a while: only by name, and only where sizes of fleets are named
 SCALED = ["scale"] if CONFIG.scale.adapters is not None else []
-STUDIES = [*dict.fromkeys([*LIVE, "cpu_ops", "scale", *KERNEL_STUDIES, *SERVING])]
+STUDIES = [
+    *dict.fromkeys(
+        [*LIVE, *QUALITY_STUDY, "cpu_ops", "scale", *KERNEL_STUDIES, *SERVING]
+    )
+]
 
 
 def target_of(study):
@@ -117,6 +131,43 @@ shell.prefix(
 def section(*names):
     """The part of the configuration that a job depends on, as its parameter, so that a change runs it again."""
     return json.dumps({name: SETTINGS[name] for name in names}, sort_keys=True)
+
+
+def norms_of(policies):
+    """Norms other than that of weights in which some of the policies measure, in a fixed order."""
+    return [
+        norm
+        for norm in MOMENTS
+        if any(RULES[policy].norm == norm for policy in policies)
+    ]
+
+
+def moments_of(policies):
+    """Files of moments that policies need."""
+    return [MOMENTS[norm] for norm in norms_of(policies)]
+
+
+def ranks_of(policies):
+    """Allocations of policies at the budgets of the study."""
+    return [
+        f"{RESULTS}/allocation/{policy}_{file_name(budget)}.json"
+        for policy in policies
+        for budget in STUDY.budgets
+    ]
+
+
+def scoring(split, policies):
+    """The configuration of one scoring run of the study: what the quality section says, on these arms."""
+    arms = {"split": split, "policies": policies, "budgets": STUDY.budgets}
+    parts = {name: SETTINGS[name] for name in ("name", "fleet", "factor")}
+    return json.dumps(
+        {**parts, "quality": {**SETTINGS["quality"], **arms}}, sort_keys=True
+    )
+
+
+def option(name, values):
+    """A repeatable option of a command, once for each value."""
+    return [f"{name} {value}" for value in values]
 
 
 def comma(names):
@@ -170,7 +221,7 @@ def committed_figures(study):
 
 def figure_files(study):
     """All pictures of a study that its target asks for on this machine."""
-    runs_here = study in [*LIVE, *SERVED, *SCALED] or (
+    runs_here = study in [*LIVE, *QUALITY_STUDY, *SERVED, *SCALED] or (
         study in KERNEL_STUDIES and HAS_GPU
     )
     return [*(live_figures(study) if runs_here else []), *committed_figures(study)]

@@ -6,6 +6,11 @@ RECORDS = {
     ],
     "recompression": [f"{RESULTS}/recompression.jsonl"],
     "quality": [f"{RESULTS}/quality.jsonl"],
+    "quality_selection": [
+        f"{RESULTS}/study/validation.jsonl",
+        f"{RESULTS}/study/selected.json",
+    ],
+    "quality_study": [f"{RESULTS}/study/test.jsonl", f"{RESULTS}/study/selected.json"],
     "cpu_ops": [f"{RESULTS}/cpu_ops.jsonl"],
     "scale": [f"{RESULTS}/scale.jsonl"],
     **{study: [f"{RESULTS}/kernels/{study}.jsonl"] for study in KERNEL_STUDIES},
@@ -24,6 +29,7 @@ DEPENDS = {
     "allocation": ["factor", "policies", "budgets"],
     "recompression": ["recompression"],
     "quality": ["factor", "quality"],
+    **{study: ["factor", "quality", "study"] for study in QUALITY_STUDY},
     "cpu_ops": ["cpu_ops"],
     "scale": ["scale"],
     **{study: ["kernels"] for study in KERNEL_STUDIES},
@@ -33,7 +39,7 @@ DEPENDS = {
 
 # what is not here runs on a CPU
 PROTOCOLS = dict.fromkeys(KERNEL_STUDIES, "paper")
-PROTOCOLS |= {"quality": "reduced"} if ON_GPU else {}
+PROTOCOLS |= dict.fromkeys(["quality", *QUALITY_STUDY], "reduced") if ON_GPU else {}
 
 
 rule bag_evidence:
@@ -63,7 +69,11 @@ rule bag_evidence:
             f"--machine {Path(file).parent}" for file in input.machine[:1]
         ],
         source=source_digest(
-            "evidence", "figures", "quality/scores.py", "quality/statistics.py"
+            "evidence",
+            "figures",
+            "quality/scores.py",
+            "quality/selection.py",
+            "quality/statistics.py",
         ),
     message:
         "Bag the evidence: {wildcards.study}"
@@ -76,10 +86,10 @@ rule promote_evidence:
     """Copy this run's bags into the committed evidence: the only rule that writes there, and no target's input."""
     input:
         [bag_file(study) for study in LIVE],
-        # neither a GPU, a server nor a thousand adapters are put to work only to promote
+        # neither a long study, a GPU, a server nor a thousand adapters are put to work only to promote
         [
             bag_file(study)
-            for study in ["scale", *KERNEL_STUDIES, *SERVING]
+            for study in [*QUALITY_STUDY, "scale", *KERNEL_STUDIES, *SERVING]
             if Path(bag_file(study)).exists()
         ],
     log:

@@ -45,7 +45,7 @@ rule plot_committed:
 DOCUMENTED = ["quality", "recompression"]
 DOCUMENTED += [
     figure
-    for figure in ("dispatch_layers", "dispatch", "scale")
+    for figure in ("retention", "regressions", "dispatch_layers", "dispatch", "scale")
     if (TARGET_OF[figure], documented_on(figure)) in EVIDENCE
 ]
 
@@ -97,6 +97,12 @@ rule quality:
     """Native scores under every policy and budget (Tables 1, 2 and 8)."""
     input:
         figure_files("quality"),
+
+
+rule quality_study:
+    """Policies chosen on validation splits and reported on test splits, with all baselines (Tables 1, 2 and 8)."""
+    input:
+        [figure_files(study) for study in QUALITY_STUDY],
 
 
 rule ablation_shrink:

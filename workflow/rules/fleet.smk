@@ -39,6 +39,7 @@ rule export_fleet:
     input:
         f"{RESULTS}/factors.jsonl",
         allocation=f"{RESULTS}/allocation/{{policy}}_{{budget}}.json",
+        moments=lambda wildcards: moments_of([wildcards.policy]),
     output:
         f"{RESULTS}/fleet/{{policy}}_{{budget}}/manifest.json",
     log:
@@ -51,9 +52,11 @@ rule export_fleet:
         layout="both" if len(CONFIG.export.layouts) == 2 else CONFIG.export.layouts[0],
         method=CONFIG.factor.method,
         cache=CONFIG.factor.cache,
+        moments=lambda wildcards, input: option("--moments", input.moments),
         source=source_digest("export"),
     message:
         "Export the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge export {input.allocation} {params.lock} --out {params.folder}"
-        " --layout {params.layout} --method {params.method} --cache {params.cache} --force 2>&1 | tee {log}"
+        " --layout {params.layout} {params.moments} --method {params.method} --cache {params.cache} --force"
+        " 2>&1 | tee {log}"

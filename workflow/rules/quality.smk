@@ -1,7 +1,20 @@
+# what scores depend on: the same files as the names of finished records
+SCORING = source_digest(*quality.SCORING)
+
 ARMS = [
     (policy, file_name(budget))
     for policy in CONFIG.quality.policies
     for budget in CONFIG.quality.budgets
+]
+
+BUSY = CONFIG.quality.jobs if ON_GPU else workflow.cores
+CANDIDATES = list(dict.fromkeys(STUDY.candidates))
+# any candidate may come to be reported, so that ranks of all are there before one is chosen
+REPORTED = list(dict.fromkeys([*STUDY.baselines, *CANDIDATES]))
+SHARED = [
+    f"{RESULTS}/cts/{variant}_{file_name(budget)}/cts.json"
+    for variant in STUDY.shared
+    for budget in STUDY.budgets
 ]
 
 
@@ -13,6 +26,7 @@ rule evaluate_quality:
         ranks=[
             f"{RESULTS}/allocation/{policy}_{budget}.json" for policy, budget in ARMS
         ],
+        moments=moments_of(CONFIG.quality.policies),
         base=f"{BASE}/model.safetensors",
     output:
         f"{RESULTS}/quality.jsonl",
@@ -27,12 +41,130 @@ rule evaluate_quality:
         base=subpath(input.base, parent=True),
         cache=CONFIG.factor.cache,
         allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
+        moments=lambda wildcards, input: option("--moments", input.moments),
         config=section("name", "fleet", "factor", "quality"),
-        source=source_digest(
-            "quality/arms.py", "quality/harness.py", "quality/metrics.py"
-        ),
+        source=SCORING,
     message:
         "Score adapters with lm-eval"
     shell:
         "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base} --cache {params.cache}"
-        " --allocations {params.allocations} -o {output} 2>&1 | tee {log}"
+        " --allocations {params.allocations} {params.moments} -o {output} 2>&1 | tee {log}"
+
+
+rule fit_shared:
+    """Bases that the adapters of a fleet share (Compress-then-Serve), as equivalent independent adapters."""
+    input:
+        f"{RESULTS}/fleet.verified",
+    output:
+        f"{RESULTS}/cts/{{variant}}_{{budget}}/cts.json",
+    log:
+        f"{RESULTS}/logs/fit_shared_{{variant}}_{{budget}}.log",
+    wildcard_constraints:
+        variant="full|weighted|diagonal",
+    conda:
+        "../../envs/core.yaml"
+    threads: 1
+    params:
+        lock=LOCK,
+        folder=subpath(output[0], parent=True),
+        budget=lambda wildcards: wildcards.budget.replace("-", "/"),
+        iterations=STUDY.iterations,
+        steps=STUDY.steps,
+        source=source_digest("cts"),
+    message:
+        "Fit shared bases: {wildcards.variant} at {wildcards.budget}"
+    shell:
+        "OMP_NUM_THREADS={threads} loraforge cts {params.lock} --budget {params.budget} --variant {wildcards.variant}"
+        " --iterations {params.iterations} --steps {params.steps} -o {params.folder} --force 2>&1 | tee {log}"
+
+
+rule score_validation:
+    """Scores of the candidates on the validation splits, to choose by and for nothing else."""
+    input:
+        f"{RESULTS}/fleet.verified",
+        f"{RESULTS}/factors.jsonl",
+        ranks=ranks_of(CANDIDATES),
+        moments=moments_of(CANDIDATES),
+        base=f"{BASE}/model.safetensors",
+    output:
+        f"{RESULTS}/study/validation.jsonl",
+    log:
+        f"{RESULTS}/logs/score_validation.log",
+    priority: 1  # while a GPU scores, other cores fit shared bases
+    conda:
+        "../../envs/core.yaml"
+    threads: BUSY
+    resources:
+        gpu=int(ON_GPU),
+    params:
+        base=subpath(input.base, parent=True),
+        cache=CONFIG.factor.cache,
+        allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
+        moments=lambda wildcards, input: option("--moments", input.moments),
+        config=scoring("validation", CANDIDATES),
+        source=SCORING,
+    message:
+        "Score the candidates on the validation splits"
+    shell:
+        "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base} --cache {params.cache}"
+        " --allocations {params.allocations} {params.moments} -o {output} 2>&1 | tee {log}"
+
+
+rule select_policies:
+    """The finalists, by their validation scores alone; written down with a hash before any test score exists."""
+    input:
+        f"{RESULTS}/study/validation.jsonl",
+    output:
+        f"{RESULTS}/study/selected.json",
+    log:
+        f"{RESULTS}/logs/select_policies.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        lock=LOCK,
+        candidates=",".join(CANDIDATES),
+        at=STUDY.decide_at,
+        finalists=STUDY.finalists,
+        source=source_digest("quality/selection.py", "quality/scores.py"),
+    message:
+        "Choose policies"
+    shell:
+        "loraforge eval select {input} --candidates {params.candidates} --at {params.at} --finalists {params.finalists}"
+        " --fleet {params.lock} -o {output} 2>&1 | tee {log}"
+
+
+rule score_test:
+    """Scores of the finalists and of all baselines on the test splits: reported, and never chosen by."""
+    input:
+        f"{RESULTS}/fleet.verified",
+        f"{RESULTS}/factors.jsonl",
+        selected=f"{RESULTS}/study/selected.json",
+        ranks=ranks_of(REPORTED),
+        shared=SHARED,
+        moments=moments_of(REPORTED),
+        base=f"{BASE}/model.safetensors",
+    output:
+        f"{RESULTS}/study/test.jsonl",
+    log:
+        f"{RESULTS}/logs/score_test.log",
+    priority: 1  # while a GPU scores, other cores fit shared bases
+    conda:
+        "../../envs/core.yaml"
+    threads: BUSY
+    resources:
+        gpu=int(ON_GPU),
+    params:
+        base=subpath(input.base, parent=True),
+        cache=CONFIG.factor.cache,
+        allocations=lambda wildcards, input: Path(input.ranks[0]).parent,
+        moments=lambda wildcards, input: option("--moments", input.moments),
+        shared=lambda wildcards, input: option(
+            "--expanded", [Path(file).parent for file in input.shared]
+        ),
+        config=scoring("test", list(STUDY.baselines)),
+        source=SCORING,
+    message:
+        "Score finalists and baselines on the test splits"
+    shell:
+        "loraforge eval run --config <(printf %s {params.config:q}) --base {params.base} --selected {input.selected}"
+        " --cache {params.cache} --allocations {params.allocations} {params.moments} {params.shared} -o {output} 2>&1 | tee {log}"

@@ -9,6 +9,7 @@ from loraforge.evidence.checks.index import IndexCheck
 from loraforge.evidence.checks.integrity import IntegrityCheck
 from loraforge.evidence.checks.recompute import SummaryCheck, TableCheck, ValidationCheck
 from loraforge.evidence.checks.schema import SchemaCheck
+from loraforge.evidence.checks.selection import SelectionCheck
 
 # What must hold of a bag wherever it lies.
 BAG_CHECKS: tuple[Check, ...] = (
@@ -18,6 +19,6 @@ BAG_CHECKS: tuple[Check, ...] = (
     SummaryCheck(),
     TableCheck(),
 )
-CHECKS: tuple[Check, ...] = (IndexCheck(), *BAG_CHECKS, FleetCheck(), FigureCheck())
+CHECKS: tuple[Check, ...] = (IndexCheck(), *BAG_CHECKS, SelectionCheck(), FleetCheck(), FigureCheck())
 
 __all__ = ["BAG_CHECKS", "CHECKS", "Check", "Failure", "Scope"]

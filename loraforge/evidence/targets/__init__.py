@@ -28,6 +28,7 @@ from loraforge.evidence.targets.serving import (
 )
 from loraforge.evidence.targets.shrink_ablation import ShrinkAblationTarget
 from loraforge.evidence.targets.spectra import SpectraTarget
+from loraforge.evidence.targets.study import QualitySelectionTarget, QualityStudyTarget
 
 TARGETS: dict[str, Target[Any]] = {
     target.name: target
@@ -36,6 +37,8 @@ TARGETS: dict[str, Target[Any]] = {
         AllocationTarget(),
         RecompressionTarget(),
         QualityTarget(),
+        QualitySelectionTarget(),
+        QualityStudyTarget(),
         EndToEndTarget(),
         ShrinkAblationTarget(),
         ExpandAblationTarget(),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, model_validator
 
+from loraforge.config import Split
 from loraforge.errors import InputError
 from loraforge.evidence.targets.base import Claim, Record, Summary, Target, at_most
 from loraforge.quality.metrics import METRICS, aggregate
@@ -23,10 +24,16 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Score(Record):
-    """One adapter's task under one arm; ``stats`` is what the metric needs of each example, in their order."""
+    """One adapter's task under one arm; ``stats`` is what the metric needs of each example, in their order.
+
+    ``parameters``: compact ones that the arm leaves the adapter; None where bases are shared, and in records that do
+    not state them.
+    """
 
     adapter: str
     task: str
+    split: Split = "test"
+    parameters: int | None = Field(None, ge=0)
     metric: str
     arm: str
     budget: str
@@ -150,18 +157,19 @@ def by_arm(records: Sequence[Score]) -> dict[Arm, dict[str, Score]]:
 
 def macro(scores: dict[str, Score]) -> float:
     """Mean over adapters of their native scores, from the examples."""
-    return mean({adapter: sample.score for adapter, sample in _samples(scores)})
+    return mean({adapter: sample.score for adapter, sample in samples_of(scores)})
 
 
 def versus_original(arms: dict[Arm, dict[str, Score]], arm: Arm) -> Comparison:
     """An arm against the original adapters, paired by example, with a seeded bootstrap interval."""
-    return _compare(_samples(arms[arm]), _samples(arms[ORIGINAL]))
+    return _compare(samples_of(arms[arm]), samples_of(arms[ORIGINAL]))
 
 
 Samples = tuple[tuple[str, Sample], ...]
 
 
-def _samples(scores: dict[str, Score]) -> Samples:
+def samples_of(scores: dict[str, Score]) -> Samples:
+    """Scores by adapter as hashable samples."""
     return tuple(
         (adapter, Sample(item.metric, tuple(map(tuple, item.stats)))) for adapter, item in scores.items()
     )

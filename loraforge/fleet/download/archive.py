@@ -21,6 +21,7 @@ from typing import IO, cast
 from urllib.parse import urlsplit
 
 from loraforge.errors import InputError
+from loraforge.fleet.download.address import shown_url
 from loraforge.fleet.untrusted_json import shown
 from loraforge.fleet.untrusted_path import plain_name
 
@@ -41,13 +42,13 @@ def is_archive(url: str) -> bool:
 class Archive:
     """An opened archive: ``sizes`` of its files by name."""
 
-    def __init__(self, path: Path, sizes: dict[str, int], read: Callable[[str], IO[bytes]]) -> None:
-        self.path, self.sizes, self._read = path, sizes, read
+    def __init__(self, shown: str, sizes: dict[str, int], read: Callable[[str], IO[bytes]]) -> None:
+        self.shown, self.sizes, self._read = shown, sizes, read
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """The content of a file, as many bytes as :attr:`sizes` states. Raises InputError where it is damaged."""
         left = self.sizes[name]
-        with _damage_told(self.path), self._read(name) as stream:
+        with _damage_told(self.shown), self._read(name) as stream:
             while left:
                 piece = stream.read(min(left, _CHUNK))
                 if not piece:
@@ -58,36 +59,35 @@ class Archive:
 
 
 @contextmanager
-def open_archive(path: Path, kind: str) -> Iterator[Archive]:
-    """Open the archive at ``path``; ``kind`` is its address, which tells a zip from a tar.
+def open_archive(path: Path, address: str) -> Iterator[Archive]:
+    """Open the archive at ``path``, which came from ``address``: that tells a zip from a tar.
 
     Raises InputError for what is damaged, or no archive, or holds what none of adapters should.
     """
     with ExitStack() as stack:
-        with _damage_told(path):
-            opener = _open_zip if urlsplit(kind).path.lower().endswith(".zip") else _open_tar
-            archive = opener(path, stack)
+        with _damage_told(shown_url(address)):
+            opener = _open_zip if urlsplit(address).path.lower().endswith(".zip") else _open_tar
+            archive = opener(path, _Sizes(shown_url(address), path.stat().st_size), stack)
         yield archive
 
 
-def _open_zip(path: Path, stack: ExitStack) -> Archive:
+def _open_zip(path: Path, sizes: _Sizes, stack: ExitStack) -> Archive:
     opened = stack.enter_context(zipfile.ZipFile(path))
     members: dict[str, zipfile.ZipInfo] = {}
-    sizes = _Sizes(path)
     for member in opened.infolist():
         mode = member.external_attr >> 16
         if member.is_dir():
             sizes.check_name(member.filename)
             continue
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-            raise _refused(path, member.filename, "is no plain file")
+            raise _refused(sizes.shown, member.filename, "is no plain file")
         if member.flag_bits & 1:
-            raise _refused(path, member.filename, "is encrypted")
+            raise _refused(sizes.shown, member.filename, "is encrypted")
         members[sizes.add(member.filename, member.file_size)] = member
-    return Archive(path, sizes.found, lambda name: opened.open(members[name]))
+    return Archive(sizes.shown, sizes.found, lambda name: opened.open(members[name]))
 
 
-def _open_tar(path: Path, stack: ExitStack) -> Archive:
+def _open_tar(path: Path, sizes: _Sizes, stack: ExitStack) -> Archive:
     raw = stack.enter_context(path.open("rb"))
     magic = raw.read(6)
     raw.seek(0)
@@ -97,15 +97,14 @@ def _open_tar(path: Path, stack: ExitStack) -> Archive:
             plain = stack.enter_context(cast(IO[bytes], opener(raw)))
     opened = stack.enter_context(tarfile.TarFile(fileobj=cast(IO[bytes], _Bounded(plain)), mode="r"))
     members: dict[str, tarfile.TarInfo] = {}
-    sizes = _Sizes(path)
     for member in opened:
         if member.isdir():
             sizes.check_name(member.name)
             continue
         if not member.isreg() or member.issparse():
-            raise _refused(path, member.name, "is no plain file")
+            raise _refused(sizes.shown, member.name, "is no plain file")
         members[sizes.add(member.name, member.size)] = member
-    return Archive(path, sizes.found, lambda name: _extracted(opened, members[name]))
+    return Archive(sizes.shown, sizes.found, lambda name: _extracted(opened, members[name]))
 
 
 def _extracted(opened: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -117,28 +116,28 @@ def _extracted(opened: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 class _Sizes:
     """The files of an archive as they are found, each checked before the next is looked for."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._total, self._names = path, 0, 0
-        self._most = MAX_RATIO * path.stat().st_size
+    def __init__(self, shown: str, size: int) -> None:
+        self.shown, self._most = shown, MAX_RATIO * size
+        self._total = self._names = 0
         self.found: dict[str, int] = {}
 
     def add(self, name: str, size: int) -> str:
         clean = self.check_name(name)
         if clean in self.found:
-            raise _refused(self._path, name, "is there twice")
+            raise _refused(self.shown, name, "is there twice")
         self.found[clean] = size
         self._total += size
         if self._total > self._most:
-            raise InputError(f"claims to be more than {MAX_RATIO} times its size", path=self._path)
+            raise InputError(f"claims to be more than {MAX_RATIO} times its size", path=self.shown)
         return clean
 
     def check_name(self, name: str) -> str:
         self._names += 1
         if self._names > MAX_MEMBERS:
-            raise InputError(f"holds more than {MAX_MEMBERS} files and folders", path=self._path)
+            raise InputError(f"holds more than {MAX_MEMBERS} files and folders", path=self.shown)
         path = PurePosixPath(name)
         if path.is_absolute() or not all(map(plain_name, path.parts)):
-            raise _refused(self._path, name, "is a name that leads out of the archive, or is none")
+            raise _refused(self.shown, name, "is a name that leads out of the archive, or is none")
         return str(path)
 
 
@@ -161,7 +160,7 @@ class _Bounded:
 
 
 @contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _damage_told(where: str) -> Iterator[None]:
     try:
         yield
     except (
@@ -170,12 +169,12 @@ def _damage_told(path: Path) -> Iterator[None]:
     ) as error:  # fmt: skip
         said = shown(str(error)) or type(error).__name__
         raise InputError(
-            f"not a whole archive ({said})", path=path, remedy="download or make it again"
+            f"not a whole archive ({said})", path=where, remedy="download or make it again"
         ) from error
 
 
-def _refused(path: Path, name: str, why: str) -> InputError:
-    return InputError(why, path=path, key=shown(name), remedy="make an archive of plain adapter folders")
+def _refused(where: str, name: str, why: str) -> InputError:
+    return InputError(why, path=where, key=shown(name), remedy="make an archive of plain adapter folders")
 
 
 def member(folder: str | None, name: str) -> str:
@@ -197,7 +196,7 @@ def folder_of(archive: Archive, folder: str | None, config: str) -> str | None:
         found = ", ".join(map(shown, places[:5])) + (", …" if len(places) > 5 else "")
         raise InputError(
             f"holds several adapters ({found})" if places else f"holds no {config}",
-            path=archive.path,
+            path=archive.shown,
             remedy="name one with `folder:`" if places else "name an archive of adapter folders",
         )
     return places[0]

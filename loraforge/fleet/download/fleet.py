@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -150,8 +151,9 @@ class _Kilobytes:
     """Counts bytes of many threads, and tells of whole kilobytes."""
 
     def __init__(self, advance: Callable[[str, int], None]) -> None:
-        self._advance, self._bytes = advance, 0
+        self._advance, self._bytes, self._lock = advance, 0, threading.Lock()
 
     def __call__(self, size: int) -> None:
-        before, self._bytes = self._bytes, self._bytes + size
-        self._advance("", self._bytes // 1000 - before // 1000)
+        with self._lock:
+            before, self._bytes = self._bytes, self._bytes + size
+            self._advance("", self._bytes // 1000 - before // 1000)

@@ -135,8 +135,9 @@ class UrlOrigin:
 class ArchiveOrigin:
     """A folder of an archive that is in the store."""
 
-    def __init__(self, archive: Archive, folder: str | None, shown: str, store: Store) -> None:
-        self._archive, self._folder, self._store, self.shown = archive, folder, store, shown
+    def __init__(self, archive: Archive, folder: str | None, store: Store) -> None:
+        self._archive, self._folder, self._store = archive, folder, store
+        self.shown = archive.shown if folder is None else f"{archive.shown}: {folder}"
 
     def lists(self, name: str) -> bool:
         return member(self._folder, name) in self._archive.sizes
@@ -145,5 +146,5 @@ class ArchiveOrigin:
         path = member(self._folder, name)
         if path not in self._archive.sizes:
             return None
-        sha256 = self._store.put(lambda: self._archive.pieces(path), f"{self.shown}: {path}")
+        sha256 = self._store.put(lambda: self._archive.pieces(path), f"{self._archive.shown}: {path}")
         return Stored(sha256, self._archive.sizes[path])

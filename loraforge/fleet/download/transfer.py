@@ -68,7 +68,7 @@ def fetch_file(
 
 def run_all(http: Http, calls: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """What ``calls`` return, in their order, from ``workers`` threads; where one raises, the others are stopped."""
-    with ThreadPoolExecutor(min(workers, len(calls))) as pool:
+    with ThreadPoolExecutor(max(1, min(workers, len(calls)))) as pool:
         running = [pool.submit(call) for call in calls]
         try:
             wait(running, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,7 @@
-"""Publish a task for lm-eval: its test set, its task file, where it comes from and under which licence."""
+"""Publish a task for lm-eval: test and validation sets, its task file, where it comes from and under which licence.
+
+Policies are chosen on the validation set, whose prompts moments are collected over; the test set only reports.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _TASK_VERSION = 1
 
 
 def publish(spec: TaskSpec, root: Path = PUBLISHED, cache: Path = DEFAULT_CACHE) -> dict[str, int]:
-    """Write ``root/<task>``: task file, ``test.jsonl``, ``SOURCE.json``, ``LICENSE``. Returns split lengths.
+    """Write ``root/<task>``: task file, both held-out splits, ``SOURCE.json``, ``LICENSE``. Returns split lengths.
 
     Raises as ``common.build``, and InputError for a source without the licence file that its spec names.
     """
@@ -68,16 +71,21 @@ metadata:
 def _files(spec: TaskSpec, splits: dict[str, list[Example]], cache: Path) -> dict[str, str]:
     if len(splits["test"]) != HELD_OUT:
         raise InputError(f"the test split has {len(splits['test'])} examples, not {HELD_OUT}", key=spec.name)
-    test = "".join(canonical_json(record) + "\n" for record in records(spec, splits["test"]))
+    held_out = {
+        name: "".join(canonical_json(record) + "\n" for record in records(spec, splits[name]))
+        for name in ("validation", "test")
+    }
     return {
         f"{spec.name}.yaml": task_file(spec),
-        "test.jsonl": test,
-        "SOURCE.json": pretty_json(_source_record(spec, splits, test)),
+        **{f"{name}.jsonl": text for name, text in held_out.items()},
+        "SOURCE.json": pretty_json(_source_record(spec, splits, held_out)),
         "LICENSE": _licence(spec, cache),
     }
 
 
-def _source_record(spec: TaskSpec, splits: dict[str, list[Example]], test: str) -> dict[str, Any]:
+def _source_record(
+    spec: TaskSpec, splits: dict[str, list[Example]], held_out: dict[str, str]
+) -> dict[str, Any]:
     return {
         "task": spec.name,
         "title": spec.title,
@@ -96,7 +104,7 @@ def _source_record(spec: TaskSpec, splits: dict[str, list[Example]], test: str) 
             for source in spec.sources
         ],
         "splits": {name: len(splits[name]) for name in SPLITS},
-        "test_sha256": sha256_text(test),
+        **{f"{name}_sha256": sha256_text(text) for name, text in held_out.items()},
     }
 
 

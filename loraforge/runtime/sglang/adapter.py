@@ -8,9 +8,11 @@ the engine (embeddings, experts) is held against what it can serve, since what i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.utils import get_stacked_multiply, get_target_module_name
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from loraforge.errors import InputError, LoraForgeError
 from loraforge.fleet.peft_config import CONFIG_NAME, PeftConfig, parse_config
+from loraforge.fleet.peft_io import open_adapter
 from loraforge.runtime.packed import Packed
 from loraforge.runtime.ranks import Factors, check_manifest
 from loraforge.runtime.sglang.modules import Pair, pairs, parse, place
@@ -32,7 +35,8 @@ class RankedConfig(LoRAConfig):
     peft: PeftConfig
 
     def __init__(self, path: str | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(path, *args, **kwargs)
+        with _explained(path):
+            super().__init__(path, *args, **kwargs)
         file = Path(path or "") / CONFIG_NAME
         self.peft = parse_config(file, self.hf_config)
         if self.peft.kind != "LORA":
@@ -56,6 +60,11 @@ class PackedAdapter(LoRAAdapter):
         # the engine's own formula leaves rsLoRA out; it is of those modules alone that the engine serves
         self.scaling = config.peft.scale("")
         self._held: list[dict[str, Tensor]] = []
+
+    def initialize_weights(self) -> None:
+        """Called by the engine to read the file."""
+        with _explained(self.config.path):
+            super().initialize_weights()
 
     def _process_weight(self, name: str, loaded_weight: Tensor) -> None:
         try:
@@ -171,6 +180,17 @@ def require_packed(adapter: PackedAdapter) -> Packed:
     if adapter.packed is None:
         raise LoraForgeError("was not packed", key=str(adapter.uid), remedy="load the adapter again")
     return adapter.packed
+
+
+@contextmanager
+def _explained(path: str | None) -> Iterator[None]:
+    """Have what the engine's own reader says of a damaged folder say which file it is, and what of it."""
+    try:
+        yield
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        if path and (folder := Path(path)).is_dir():
+            open_adapter(folder)
+        raise
 
 
 def _key(layer: int, name: str) -> tuple[int, str] | None:
