@@ -8,6 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def one_line(text: str) -> str:
+    """``text`` with every character that is not printed, or that turns the direction of what follows, as its number."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else f"\\u{ord(character):04x}" for character in text)
+
+
 class LoraForgeError(Exception):
     """A user's mistake or a broken input; the CLI prints it as one line and exits with ``exit_code``.
 

@@ -36,8 +36,8 @@ from loraforge.factor.stages import Stages
 from loraforge.files import refuse_non_empty, refuse_to_replace
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.options import DEFAULT, ReadOptions
-from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule
-from loraforge.fleet.source import open_source
+from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule, open_fleet
+from loraforge.fleet.source import lock_among, resolve_fleet
 from loraforge.progress import Timer, track
 
 _HASHED = 32 << 20  # bytes that the pace of hashing is measured on
@@ -108,7 +108,8 @@ def preview(
 ) -> Preview:
     """What :func:`~loraforge.compress.compress` would do with the same arguments.
 
-    Writes nothing, and raises what that would raise before it writes: of an output that cannot be, a budget, an input.
+    Writes nothing, fetches nothing (InputError where a lock names what the user's store lacks), and raises what that
+    would raise before it writes: of an output that cannot be, a budget, an input.
     """
     require_moments(policy, moments)
     known = None if moments is None else load_moments(moments)
@@ -118,7 +119,8 @@ def preview(
     refuse_to_replace(out, [*source] if cache is None else [*source, cache])
     stages = Stages()
     with stages("verify"):
-        fleet = open_source(source, options)
+        lock = lock_among(source)
+        fleet = open_fleet(source, options) if lock is None else resolve_fleet(lock, options, fetch=False)
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with stages("hash"):
         hash_weights(fleet)

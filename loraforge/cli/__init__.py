@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from loraforge import __version__
-from loraforge.errors import LoraForgeError, UsageError
+from loraforge.errors import LoraForgeError, UsageError, one_line
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 bad input; 4 changed bytes; 5 output; 6 budget; "
@@ -166,6 +166,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         with _whole_output():
             code = _run(arguments)
     except LoraForgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from loraforge.allocate.problem import Floats, Ints, Problem
+from loraforge.errors import one_line
 from loraforge.report.numbers import AdapterNumbers
-from loraforge.report.text import shown, visible
+from loraforge.report.text import shown
 
 MAX_KINDS = 8  # colours of the style sheet; the rarest kinds of module share the last
 MAX_BARS = 40  # adapters that the budget figure draws: all, or the first and the last half of that
@@ -90,7 +91,7 @@ def spectra_figure(problem: Problem, k: Ints, kinds: Sequence[str], kind: Ints) 
     parts: list[str] = []
     for decade in range(decades + 1):
         height = y(10.0**-decade)
-        power = _tag("tspan", visible(f"−{decade}"), kind="sup", dy=-5)
+        power = _tag("tspan", one_line(f"−{decade}"), kind="sup", dy=-5)
         parts.append(_line(left, right, height, height, "grid"))
         parts.append(
             _tag(

@@ -6,7 +6,8 @@ through :mod:`loraforge.report.text`. What a reader needs first is in the HTML i
 draws the modules of an adapter on demand from packed columns.
 
 The size is bounded: about 2 kB an adapter; 20 bytes a module up to :data:`MAX_MODULES`, beyond which a page has no
-modules; and of spectra at most :data:`MAX_LEVELS` values (1.4 bytes each), beyond which each is sampled.
+modules, and the names of each distinct list of them once; and of spectra at most :data:`MAX_LEVELS` values (1.4 bytes
+each), beyond which each is sampled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from loraforge.allocate.problem import Ints, Problem
+from loraforge.errors import one_line
 from loraforge.export.manifest import AdapterEntry, Manifest, ModuleEntry
 from loraforge.files import write_text
 from loraforge.report.charts import (
@@ -36,7 +38,7 @@ from loraforge.report.charts import (
     spectra_figure,
 )
 from loraforge.report.numbers import AdapterNumbers, by_adapter
-from loraforge.report.text import data_block, name, packed, shown, visible
+from loraforge.report.text import data_block, name, packed, shown
 
 MAX_MODULES = 400_000
 MAX_LEVELS = 4_000_000
@@ -289,7 +291,7 @@ def _data(
     for adapter in manifest.adapters.values():
         stop = start + len(adapter.modules)
         key = tuple(
-            (visible(module), kind[index], entries[index].d_in, entries[index].d_out)
+            (one_line(module), kind[index], entries[index].d_in, entries[index].d_out)
             for index, module in enumerate(adapter.modules, start=start)
         )
         weights = [
@@ -301,7 +303,7 @@ def _data(
                 lists.setdefault(key, len(lists)) if detailed else None,
                 adapter.weights_sha256,
                 adapter.original_bytes,
-                visible(adapter.factor_key),
+                one_line(adapter.factor_key),
                 len(adapter.passthrough),
                 weights,
             ]
@@ -309,7 +311,7 @@ def _data(
         start = stop
     found: dict[str, Any] = {
         "adapters": adapters,
-        "kinds": [visible(text) for text in kinds],
+        "kinds": [one_line(text) for text in kinds],
         "decades": DECADES,
     }
     if not detailed:

@@ -256,7 +256,7 @@
       const drawn = map(modules);
       const pair = html("div", { class: "pair" }, html("div", {}, html("h3", {}, "Singular values; faint where they are dropped"),
         html("figure", {}, chart)));
-      if (drawn) pair.append(html("div", {}, html("h3", {}, "Ranks that are kept; darker for a larger share of the whole"), html("figure", {}, drawn)));
+      if (drawn) pair.append(html("div", {}, html("h3", {}, "Ranks that are kept; shaded by their share of the whole"), html("figure", {}, drawn)));
       cell.append(pair,
         html("div", { class: "controls" }, html("label", {}, "Module contains ", search), html("label", {}, "Kind ", select)),
         html("div", { class: "modules", role: "region", tabindex: 0, "aria-label": `Table of the modules of ${name}` }, table));

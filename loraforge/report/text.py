@@ -9,17 +9,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-
-def visible(text: str) -> str:
-    """``text`` with every character that is not printed, or that turns the direction of what follows, as its number."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else f"\\u{ord(character):04x}" for character in text)
+from loraforge.errors import one_line
 
 
 def shown(text: str) -> str:
     """``text`` for the inside of an element or of a quoted attribute."""
-    return escape(visible(text), quote=True)
+    return escape(one_line(text), quote=True)
 
 
 def name(text: str) -> str:

@@ -83,6 +83,26 @@ def test_a_command_line_that_is_wrong_gets_one_line(
     assert shown.err.endswith(" --help` lists what there is\n")
 
 
+def test_an_error_about_an_odd_name_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(
+            [
+                "compress",
+                str(tmp_path / "two\nlines\u202e"),
+                "--budget",
+                "1/2",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+    assert caught.value.code == 3
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {tmp_path}/two\\u000alines\\u202e: folder not found; ")
+    assert shown[:-1].isprintable()
+
+
 @pytest.mark.parametrize("arguments", [[], ["fleet"]])
 def test_a_group_without_a_command_gets_its_help(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

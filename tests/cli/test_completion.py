@@ -20,18 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One in which ``loraforge`` is a command, and the home of somebody new."""
-    command = tmp_path / "bin" / "loraforge"
+    root = tmp_path_factory.mktemp("shell")
+    command = root / "bin" / "loraforge"
     command.parent.mkdir()
     command.write_text(f"#!{sys.executable}\nfrom loraforge.cli import main\nmain()\n")
     command.chmod(0o755)
-    (tmp_path / "home").mkdir()
+    (root / "home").mkdir()
     return {
         "PATH": f"{command.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path / "home"),
+        "HOME": str(root / "home"),
         "TERM": "dumb",
     }
 
@@ -44,6 +45,11 @@ def script(environment: dict[str, str], shell: str) -> str:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def bash_script(environment: dict[str, str]) -> str:
+    return script(environment, "bash")
 
 
 @pytest.mark.skipif(BASH is None, reason="no bash here")
@@ -63,10 +69,10 @@ def script(environment: dict[str, str], shell: str) -> str:
         ("compress --out fl", set()),
     ],
 )
-def test_bash(environment: dict[str, str], typed: str, offered: set[str]) -> None:
+def test_bash(environment: dict[str, str], bash_script: str, typed: str, offered: set[str]) -> None:
     words = ["loraforge", *typed.split(" ")]
     code = (
-        f"{script(environment, 'bash')}\n"
+        f"{bash_script}\n"
         f"COMP_WORDS=({' '.join(word or chr(39) * 2 for word in words)}); COMP_CWORD={len(words) - 1}\n"
         '_loraforge_completion loraforge; printf "%s\\n" "${COMPREPLY[@]}"'
     )
@@ -83,7 +89,7 @@ def test_an_interactive_bash_after_installation(environment: dict[str, str], tmp
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "bash completion installed" in installed.stdout
-    with open(tmp_path / "home" / ".bashrc", "a") as stream:
+    with open(Path(environment["HOME"], ".bashrc"), "a") as stream:
         stream.write("PS1='ready> '\n")
     (tmp_path / "work" / "fleet-of-mine").mkdir(parents=True)
     assert BASH is not None
