@@ -261,7 +261,7 @@ def reach(arms: dict[Arm, Standing], selection: Selection) -> Summary:
     best = arms.get((selection.chosen, at))
     if best is None:
         return {}
-    drop = -best.delta
+    drop = 0.0 - best.delta  # 0.0 where nothing is lost, not -0.0
     found: Summary = {"reach.drop": drop, "reach.worst": best.worst, "reach.n_over_5": best.n_over_5}
     spectral, uniform = arms.get(("spectral", at)), arms.get(("uniform", at))
     shared = [-arms[name, at].delta for name in CTS if (name, at) in arms]
