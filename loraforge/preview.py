@@ -20,12 +20,12 @@ import torch
 
 from loraforge.activation.entries import entry_key, require_moments
 from loraforge.activation.moments import Moments, load_moments
-from loraforge.activation.whitened import shrunk, whitened_factors
 from loraforge.allocate.budget import Budget
 from loraforge.allocate.problem import Floats
 from loraforge.compress import Choice, choose, widest
 from loraforge.config import Layout, Policy
-from loraforge.export.directions import keep_factors
+from loraforge.export.certificate import action_error
+from loraforge.export.directions import cast_factors
 from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
 from loraforge.export.sizes import weight_bytes
 from loraforge.factor.batch import Batch
@@ -125,6 +125,9 @@ def preview(
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with stages("hash"):
         hash_weights(fleet)
+    if known is not None:
+        for adapter in fleet:
+            known.require(adapter)
     with stages("cache"):
         found = {} if cache is None else {adapter.name: _cached(adapter, cache, known) for adapter in fleet}
     missing = [adapter for adapter in fleet if found.get(adapter.name) is None]
@@ -184,8 +187,7 @@ def _whitened(
     reader: FactorReader, moments: Moments, pool: Pool
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     def whiten(module: LoraModule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        second = shrunk(moments.second_moment(module.name, module.d_in))
-        return whitened_factors(*reader.factors(module), module.scale, second)
+        return moments.ordered(reader.adapter, module, *reader.factors(module))
 
     modules = reader.adapter.modules
     return {module.name: found for module, found in zip(modules, pool.map(whiten, modules), strict=True)}
@@ -223,17 +225,11 @@ def _measure(
         def certify(module: LoraModule) -> None:
             k = ranks[module.name]
             a, b = ordered[module.name]
-            keep_factors(
-                adapter,
-                module,
-                reader.factors(module),
-                (a[:k], b[:, :k]),
-                dtype or module.dtype,
-                whitened=moments is not None,
-            )
+            kept = cast_factors(adapter, module.name, (a[:k], b[:, :k]), dtype or module.dtype)
+            action_error(reader.factors(module), module.scale, a[:k], kept)
 
         with (certifying := Timer()):
-            pool.map(certify, adapter.modules)
+            pool.map(certify, [module for module in adapter.modules if ranks[module.name]])
     with (hashing := Timer()):
         hashlib.sha256(bytes(_HASHED))
     return _Pace(building.s, certifying.s, hashing.s / _HASHED)

@@ -9,7 +9,7 @@ import torch
 from loraforge.config import Layout
 from loraforge.export.directions import Directions, Kept
 from loraforge.export.layouts import module_ranks, shared_ranks
-from loraforge.export.writer import METADATA, factor_tensors
+from loraforge.export.writer import METADATA, factor_tensors, kept_modules
 from loraforge.fleet.peft_io import Adapter, LoraModule
 from loraforge.tensor_file import DTYPES, file_bytes
 
@@ -22,9 +22,10 @@ def weight_bytes(
     """Bytes of adapter_model.safetensors by layout at ``ranks`` (k of every module), as ``dtype`` (None: each
     module's own)."""
     beside = _beside_the_factors(adapter)
-    kept = {module.name: _kept(module, ranks[module.name], dtype) for module in adapter.modules}
+    modules = kept_modules(adapter, ranks)
+    kept = {module.name: _kept(module, ranks[module.name], dtype) for module in modules}
     directions = Directions(adapter, "", kept)
-    shared = shared_ranks(adapter.modules, {module.name: ranks[module.name] for module in adapter.modules})
+    shared = shared_ranks(modules, {module.name: ranks[module.name] for module in modules})
     return {
         layout: file_bytes(beside | factor_tensors(directions, module_ranks(layout, shared)), METADATA)
         for layout in layouts

@@ -48,7 +48,7 @@ def write_adapter(
     folder. Raises InputError where a module of rank 0 cannot be left out.
     """
     adapter = directions.adapter
-    modules = _kept_modules(adapter, ranks)
+    modules = kept_modules(adapter, ranks)
     ranks = {module.name: ranks[module.name] for module in modules}
     config = adapter.config
     if len(modules) < len(adapter.modules):  # its short list of targets would name those that are left out
@@ -89,7 +89,7 @@ def write_adapter(
     )
 
 
-def _kept_modules(adapter: Adapter, ranks: Mapping[str, int]) -> list[LoraModule]:
+def kept_modules(adapter: Adapter, ranks: Mapping[str, int]) -> list[LoraModule]:
     """Modules of ``adapter`` that keep a direction. Raises InputError where one that does not has to stay."""
     for module in adapter.modules:
         if ranks[module.name] == 0 and (module.stack is not None or module.bias_name is not None):
