@@ -13,17 +13,17 @@ import pytest
 import torch
 from adapter_folders import MakeAdapter, write_mixed_fleet
 
-from loraforge.activation.moments import SCHEMA
+from loraforge.activation.inputs import InputMoments
+from loraforge.activation.moments import packed, write_moments
 from loraforge.allocate.budget import parse_budget
 from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.errors import BudgetError, InputError, OutputError, UsageError
 from loraforge.export.manifest import load_manifest
 from loraforge.export.options import LAYOUTS, parse_layouts, parse_policy
-from loraforge.files import canonical_json, sha256_file, sha256_text
+from loraforge.files import sha256_file
 from loraforge.fleet.peft_io import open_fleet
 from loraforge.preview import preview
-from loraforge.tensor_file import write_self_hashed
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +50,17 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): sha256_file(p) if p.is_file() else "" for p in folder.rglob("*")}
 
 
-def write_moments(path: Path, fleet: Path) -> Path:
+def make_moments(path: Path, fleet: Path) -> Path:
     """Diagonal second moments of every module of a fleet."""
     modules = {module.name: module.d_in for adapter in open_fleet([fleet]) for module in adapter.modules}
-    tensors = {}
-    for number, (name, d_in) in enumerate(modules.items()):
-        row, column = torch.tril_indices(d_in, d_in)
-        tensors[name] = torch.diag(1.0 + torch.arange(d_in) * (number + 1) / d_in)[row, column]
-    header = {"schema": SCHEMA, "base": "0" * 64, "tokens": 7, "inputs": {name: name for name in tensors}}
-
-    def metadata(sha256: str) -> dict[str, str]:
-        stated = header | {"tensors_sha256": sha256}
-        return {"loraforge": canonical_json(stated | {"header_sha256": sha256_text(canonical_json(stated))})}
-
-    write_self_hashed(path, tensors, metadata)
+    tensors = {
+        name: packed(torch.diag(1.0 + torch.arange(d_in) * (number + 1) / d_in))
+        for number, (name, d_in) in enumerate(modules.items())
+    }
+    inputs = {name: name for name in tensors}
+    write_moments(
+        path, tensors, {"schema": InputMoments.schema, "base": "0" * 64, "tokens": 7, "inputs": inputs}
+    )
     return path
 
 
@@ -80,7 +77,7 @@ def write_moments(path: Path, fleet: Path) -> Path:
 def test_a_preview_is_what_the_run_does(
     fleet: Path, tmp_path: Path, policy: str, dtype: str, layout: str, cached: bool
 ) -> None:
-    moments = write_moments(tmp_path / "moments", fleet) if policy.startswith("activation") else None
+    moments = make_moments(tmp_path / "moments", fleet) if policy.startswith("activation") else None
     rest: dict[str, Any] = {
         "cache": tmp_path / "cache",
         "policy": parse_policy(policy),
