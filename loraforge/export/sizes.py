@@ -22,9 +22,9 @@ def weight_bytes(
     """Bytes of adapter_model.safetensors by layout at ``ranks`` (k of every module), as ``dtype`` (None: each
     module's own)."""
     beside = _beside_the_factors(adapter)
-    kept = {module.name: _kept(module, ranks[module.name], dtype) for module in adapter.modules}
-    directions = Directions(adapter, "", kept)
     modules = kept_modules(adapter, ranks)
+    kept = {module.name: _kept(module, ranks[module.name], dtype) for module in modules}
+    directions = Directions(adapter, "", kept)
     shared = shared_ranks(modules, {module.name: ranks[module.name] for module in modules})
     return {
         layout: file_bytes(beside | factor_tensors(directions, module_ranks(layout, shared)), METADATA)

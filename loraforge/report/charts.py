@@ -116,7 +116,7 @@ def spectra_figure(problem: Problem, k: Ints, kinds: Sequence[str], kind: Ints) 
             _group(
                 title,
                 _tag("polyline", points=points),
-                _tag("circle", cx=x(cut), cy=y(float(curve[cut - 1])), r=4.5),
+                _tag("circle", cx=x(max(cut, 1)), cy=y(float(curve[max(cut, 1) - 1])), r=4.5 if cut else 0),
                 _line(right + 16, right + 36, place, place, "key"),
                 kind=f"k{number}",
             )

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import platform
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
@@ -46,7 +47,7 @@ FEWEST_LEVELS = 8  # of one spectrum that is sampled
 BELOW = 255  # the level of what is zero, or DECADES below the largest value
 WORST = 10  # modules that are listed
 
-_PATHS = ("gram", "tsqr", "reference", "whitened")
+_DROPPED = "dropped"  # the path of a module of rank 0
 
 
 def write_report(
@@ -85,18 +86,20 @@ def report_page(
 
     Raises ValueError where manifest and problem are of different modules.
     """
-    entries = [entry for adapter in manifest.adapters.values() for entry in adapter.modules.values()]
-    names = [(adapter, module) for adapter, entry in manifest.adapters.items() for module in entry.modules]
-    if names != list(problem.names):
+    names = list(problem.names)
+    written = {(adapter, module) for adapter, entry in manifest.adapters.items() for module in entry.modules}
+    if not written <= set(names) or list(manifest.adapters) != list(problem.adapters):
         raise ValueError("manifest and spectra are not of the same modules in the same order")
-    k = np.array([entry.k for entry in entries], dtype=np.int64)
-    lost = np.array([entry.certificate.relative_error for entry in entries])
-    rounding = np.array([entry.certificate.action_error for entry in entries])
+    # None for a module that a policy drops altogether, which the manifest does not have
+    entries = [manifest.adapters[adapter].modules.get(module) for adapter, module in names]
+    k = np.array([entry.k if entry else 0 for entry in entries], dtype=np.int64)
+    lost = np.array([entry.certificate.relative_error if entry else 1.0 for entry in entries])
+    rounding = np.array([entry.certificate.action_error if entry else 0.0 for entry in entries])
     adapters = by_adapter(problem, k, uniform)
     kinds, kind = kinds_of([module for _, module in names])
     style, script = _part("report.css"), _part("report.js")
     fleet = manifest.fleet
-    whitened = any(entry.path == "whitened" for entry in entries)
+    whitened = any(entry is not None and entry.path not in ("gram", "tsqr", "reference") for entry in entries)
     return Template(_part("template.html")).substitute(
         policy=shown(_policy(style, script)),
         title=shown(f"{fleet.name}: compression report"),
@@ -109,9 +112,7 @@ def report_page(
         rows="\n".join(_rows(manifest, adapters, lost, rounding)),
         budget=budget_figure(adapters),
         spectra=spectra_figure(problem, k, kinds, np.array(kind, dtype=np.int64)),
-        norm=" Energies are those of what an update does to activations, as the policy measures."
-        if whitened
-        else "",
+        norm=" Energies are in the norm that the policy measures." if whitened else "",
         probes=str(fleet.probes),
         seed=str(fleet.probe_seed),
         rounding=f"{rounding.max():.1e}",
@@ -245,12 +246,14 @@ def _bytes_cell(entry: AdapterEntry, size: int) -> str:
 
 def _worst(
     names: Sequence[tuple[str, str]],
-    entries: Sequence[ModuleEntry],
+    entries: Sequence[ModuleEntry | None],
     lost: np.ndarray[Any, np.dtype[np.float64]],
 ) -> list[str]:
     rows = []
-    for index in np.argsort(-lost, kind="stable")[:WORST].tolist():
+    order = np.argsort(-lost, kind="stable").tolist()
+    for index in [index for index in order if entries[index] is not None][:WORST]:
         (adapter, module), entry = names[index], entries[index]
+        assert entry is not None
         certificate = entry.certificate
         rows.append(
             f'<tr><th scope="row">{name(adapter)}</th><td>{name(module)}</td><td class="n">{entry.k} of {entry.r}</td>'
@@ -280,7 +283,7 @@ def _data(
     problem: Problem,
     kinds: Sequence[str],
     kind: Sequence[int],
-    entries: Sequence[ModuleEntry],
+    entries: Sequence[ModuleEntry | None],
 ) -> dict[str, Any]:
     """What the script reads: adapters, the distinct lists of modules that they have, and columns over all modules."""
     detailed = len(entries) <= MAX_MODULES
@@ -288,11 +291,12 @@ def _data(
     lists: dict[tuple[Any, ...], int] = {}
     adapters: list[list[Any]] = []
     start = 0
-    for adapter in manifest.adapters.values():
-        stop = start + len(adapter.modules)
+    owners = Counter(adapter for adapter, _ in problem.names)
+    for name_, adapter in manifest.adapters.items():
+        stop = start + owners[name_]
         key = tuple(
-            (one_line(module), kind[index], entries[index].d_in, entries[index].d_out)
-            for index, module in enumerate(adapter.modules, start=start)
+            (one_line(problem.names[index][1]), kind[index], *_shape(entries[index]))
+            for index in range(start, stop)
         )
         weights = [
             [layout, weights.rank, weights.bytes, weights.sha256]
@@ -317,6 +321,8 @@ def _data(
     if not detailed:
         return found
     first = problem.sigma[problem.offsets[:-1]]
+    path = [entry.path if entry else _DROPPED for entry in entries]
+    paths = sorted(set(path))
     return found | {
         "lists": [
             {
@@ -328,15 +334,19 @@ def _data(
             for modules in lists
         ],
         "points": points,
-        "paths": list(_PATHS),
-        "k": packed(np.array([entry.k for entry in entries])),
+        "paths": paths,
+        "k": packed(np.array([entry.k if entry else 0 for entry in entries])),
         "r": packed(problem.rank),
-        "lost": packed(np.array([entry.certificate.relative_error for entry in entries])),
-        "rounding": packed(np.array([entry.certificate.action_error for entry in entries])),
+        "lost": packed(np.array([entry.certificate.relative_error if entry else 1.0 for entry in entries])),
+        "rounding": packed(np.array([entry.certificate.action_error if entry else 0.0 for entry in entries])),
         "first": packed(first),
-        "path": packed(np.array([_PATHS.index(entry.path) for entry in entries])),
+        "path": packed(np.array([paths.index(name) for name in path])),
         "levels": packed(_levels(problem, points)),
     }
+
+
+def _shape(entry: ModuleEntry | None) -> tuple[int, int]:
+    return (entry.d_in, entry.d_out) if entry else (0, 0)
 
 
 def _layer(module: str) -> int | None:

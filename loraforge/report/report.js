@@ -141,9 +141,9 @@
       const kept = points.filter(([direction]) => direction <= module.kept);
       const cut = points.slice(Math.max(0, kept.length - 1));
       const line = (part, style) => svg("polyline", { class: style, points: part.map(([, point]) => point).join(" ") });
-      const end = kept[kept.length - 1][1].split(",");
+      const end = kept.length ? kept[kept.length - 1][1].split(",") : null;
       const group = svg("g", { class: `k${module.kind}` }, line(cut, "cut"), line(kept, "thin"),
-        svg("circle", { cx: end[0], cy: end[1], r: 2 }), svg("title", {}, `${module.name}: ${module.kept} of ${module.rank}`));
+        ...(end ? [svg("circle", { cx: end[0], cy: end[1], r: 2 })] : []), svg("title", {}, `${module.name}: ${module.kept} of ${module.rank}`));
       chart.append(group);
       return group;
     });
@@ -172,7 +172,7 @@
     kinds.forEach((kind, row) => chart.append(
       svg("text", { x: left - 8, y: 6 + row * height + 15, "text-anchor": "end" }, clip(data.kinds[kind], 15))));
     for (const module of placed) {
-      const shade = module.kept / module.rank / most;
+      const shade = most ? module.kept / module.rank / most : 0;
       const place = { x: left + layers.indexOf(module.layer) * width, y: 6 + kinds.indexOf(module.kind) * height,
         width: Math.max(1, width - 1), height: height - 1 };
       chart.append(
@@ -201,7 +201,7 @@
     modules.forEach((module, index) => {
       const energy = 1 - module.lost ** 2;
       const numbers = [
-        [module.shape[0] * module.shape[1], `${module.shape[0]} × ${module.shape[1]}`],
+        [module.shape[0] * module.shape[1], module.shape[0] ? `${module.shape[0]} × ${module.shape[1]}` : "–"],
         [module.rank, module.rank], [module.kept, module.kept], [energy, percent(energy)], [module.lost, module.lost.toFixed(4)],
         [module.rounding, exponent(module.rounding)], [module.first, module.first.toPrecision(3)],
       ];

@@ -52,7 +52,7 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): sha256_file(p) if p.is_file() else "" for p in folder.rglob("*")}
 
 
-def write_moments(path: Path, fleet: Path) -> Path:
+def make_moments(path: Path, fleet: Path) -> Path:
     """Diagonal second moments of every module of a fleet."""
     modules = {module.name: module.d_in for adapter in open_fleet([fleet]) for module in adapter.modules}
     tensors = {}
@@ -96,7 +96,7 @@ def test_a_preview_is_what_the_run_does(
 ) -> None:
     moments = None
     if policy.startswith("activation"):
-        moments = write_moments(tmp_path / "moments", fleet)
+        moments = make_moments(tmp_path / "moments", fleet)
     elif policy.startswith("fisher"):
         moments = write_fisher(tmp_path / "moments", fleet)
     rest: dict[str, Any] = {
