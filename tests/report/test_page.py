@@ -278,6 +278,18 @@ def test_zero_updates_and_one_module() -> None:
     assert unpacked(data_of(html_of(zero))["levels"]) == [255] * 4
 
 
+def test_a_module_that_was_dropped_altogether() -> None:
+    made = make_fleet(("a", "b"))
+    entry = made.manifest.adapters["a"]
+    rest = dict(list(entry.modules.items())[1:])
+    adapters = made.manifest.adapters | {"a": entry.model_copy(update={"modules": rest})}
+    text = html_of(Made(made.manifest.model_copy(update={"adapters": adapters}), made.problem, made.uniform))
+    data = data_of(text)
+    assert (unpacked(data["k"])[0], unpacked(data["lost"])[0]) == (0, 1)
+    assert data["paths"][int(unpacked(data["path"])[0])] == "dropped"
+    assert unpacked(data["k"])[1:] == unpacked(data_of(html_of(made))["k"])[1:]
+
+
 def test_other_modules_are_refused() -> None:
     made, other = make_fleet(("a", "b")), make_fleet(("a", "c"))
     with pytest.raises(ValueError, match="not of the same modules"):
