@@ -178,13 +178,14 @@ def store(
         )
         for module in adapter.modules
     }
-    header = {"adapter": adapter.name, "weights_sha256": adapter.weights_sha256}
     if keep == "factors":
         tensors = {f"{name}.S": factors.s for name, factors in modules.items()}
         for name, factors in modules.items():
             tensors |= {f"{name}.A": factors.a, f"{name}.B": factors.b}
-        stated = header | {
+        stated = {
             "schema": SCHEMA,
+            "adapter": adapter.name,
+            "weights_sha256": adapter.weights_sha256,
             "modules": {name: asdict(record) for name, record in records.items()},
         }
         write_with(path, lambda place: write_self_hashed(place, tensors, _metadata(stated), views))
@@ -192,14 +193,14 @@ def store(
     for view in views(modules[name].s for name in records):
         sigma += view
     entry = CachedAdapter(adapter.name, path, ModuleTable.of(records, np.frombuffer(sigma, np.float64)))
-    store_spectra(entry, header)
+    store_spectra(entry)
     return entry
 
 
-def store_spectra(entry: CachedAdapter, header: Mapping[str, Any]) -> None:
-    """Write the spectra of ``entry`` beside it, atomically. ``header`` says whose they are."""
+def store_spectra(entry: CachedAdapter) -> None:
+    """Write the spectra of ``entry`` beside it, atomically."""
     table = entry.modules
-    stated = {**header, "schema": SPECTRA_SCHEMA, "key": entry.path.stem, "modules": list(table.names)}
+    stated = {"schema": SPECTRA_SCHEMA, "key": entry.path.stem, "modules": list(table.names)}
     tensors = {name: torch.from_numpy(column) for name, column in table.columns.items()}
     tensors["sigma"] = torch.from_numpy(table.sigma)
     write_with(spectra_path(entry.path), lambda place: write_self_hashed(place, tensors, _metadata(stated)))
@@ -244,14 +245,9 @@ def find(adapter: Adapter, path: Path) -> CachedAdapter | None:
         records = {module.name: ModuleRecord(**header["modules"][module.name]) for module in adapter.modules}
         with safe_open(str(path), framework="np") as file:
             sigma = np.concatenate([file.get_tensor(f"{name}.S") for name in records])
-        entry = CachedAdapter(adapter.name, path, ModuleTable.of(records, sigma))
+        return CachedAdapter(adapter.name, path, ModuleTable.of(records, sigma))
     except _DAMAGE:
         return None
-    if (
-        find_spectra(adapter.name, path) is None
-    ):  # a run was stopped between the two files, or this one was damaged
-        store_spectra(entry, {name: header[name] for name in ("adapter", "weights_sha256")})
-    return entry
 
 
 def find_spectra(adapter: str, path: Path) -> CachedAdapter | None:

@@ -24,6 +24,7 @@ from loraforge.factor.cache import (
     find_spectra,
     spectra_path,
     store,
+    store_spectra,
     store_timing,
 )
 from loraforge.factor.engine import Method, factorise_adapter, paths_of
@@ -93,8 +94,11 @@ def divide(
 
     def look(pair: tuple[Adapter, Path]) -> CachedAdapter | None:
         adapter, path = pair
-        entry = None if need == "factors" else find_spectra(adapter.name, path)
-        return entry or find(adapter, path)
+        if need == "spectra" and (entry := find_spectra(adapter.name, path)) is not None:
+            return entry
+        if (entry := find(adapter, path)) is not None and need == "spectra":
+            store_spectra(entry)  # which a run that was stopped did not come to, or are damaged
+        return entry
 
     entries = list(zip(paths, in_threads(look, list(zip(adapters, paths, strict=True))), strict=True))
     missing = {

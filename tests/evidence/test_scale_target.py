@@ -93,7 +93,7 @@ def test_every_step_is_stated_once() -> None:
         ([run, *steps[:-1]], "1000 adapters: lacks the step remove"),
         ([run, *steps, steps[0]], "states a step twice"),
         ([run], "holds no step"),
-        (steps, "exactly one run"),
+        (steps, "does not hold its run"),
     ):
         with pytest.raises(InputError, match=problem):
             parsed(records)

@@ -20,7 +20,7 @@ from loraforge.cli import main
 from loraforge.errors import InputError, IntegrityError, UsageError
 from loraforge.factor import fleet as factor_fleet
 from loraforge.factor import known, streaming
-from loraforge.factor.cache import CachedAdapter, find_spectra, spectra_path
+from loraforge.factor.cache import CachedAdapter, find, find_spectra, spectra_path
 from loraforge.factor.columns import ModuleRecord, ModuleTable
 from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.gpu.ops import Emulated
@@ -28,7 +28,7 @@ from loraforge.factor.streaming import Streamed, stream_source
 from loraforge.fleet.lock import save_lock
 from loraforge.fleet.locking import make_lock
 from loraforge.fleet.parts import Part, parse_part
-from loraforge.fleet.peft_io import open_fleet
+from loraforge.fleet.peft_io import open_adapter, open_fleet
 
 Plan = Callable[..., Streamed]
 
@@ -192,6 +192,8 @@ def test_lost_spectra_come_back_from_the_factors(root: Path, tmp_path: Path, bui
     entries = stream_source([root], tmp_path / "cache").entries
     shutil.rmtree(tmp_path / "cache/spectra")
     built.clear()
+    assert find(open_adapter(root / "a1"), entries[1].path) is not None
+    assert not (tmp_path / "cache/spectra").exists()  # looking writes nothing
     assert stream_source([root], tmp_path / "cache", need="spectra").factorised == 0
     assert find_spectra("a1", entries[1].path) is not None
 

@@ -92,8 +92,9 @@ class ScaleTarget(Target[Item]):
     )
 
     def check(self, records: Sequence[Item], path: Any) -> None:
-        if sum(isinstance(item, Run) for item in records) != 1:
-            raise InputError("must hold exactly one run", path=path)
+        runs = sum(isinstance(item, Run) for item in records)
+        if runs != 1:
+            raise InputError("states its run twice" if runs else "does not hold its run", path=path)
         found = by_size(records)
         if not found:
             raise InputError("holds no step", path=path)
