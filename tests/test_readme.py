@@ -64,7 +64,13 @@ COMPARED = (
     ("times_floor", ".native"),
 )
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
-PAGES = {"scale": "docs/scale.md", "quality_study": "docs/quality.md"}
+PAGES = {
+    "cpu_serving": "docs/serving_experiments.md",
+    "quality_study": "docs/quality.md",
+    "scale": "docs/scale.md",
+}
+CPU_ARMS = ("original_native", "original_loraforge", "spectral_loraforge", "base_only")
+CPU_RATIOS = ("execution_original", "s12_over_original", "s12_over_base", "original_over_base")
 # (target, machine) -> what docs/kernels.md, or the target's own page, states of it
 MEASURED = {
     ("dispatch", "h200"): (
@@ -115,6 +121,13 @@ MEASURED = {
             for arm in ("uniform", "spectral")
             for name in ("delta", "worst", "n_over_5")
         ),
+    ),
+    ("cpu_serving", "cpu2"): (
+        *(f"tok_s.{arm}.{rate}" for rate in (2, 8, 32, 1000) for arm in CPU_ARMS),
+        *(f"tpot_p99_ms.{arm}.32" for arm in CPU_ARMS),
+        *(f"ratio.{name}.{rate}" for rate in (32, 1000) for name in CPU_RATIOS),
+        *(f"pool_bytes.{arm}" for arm in CPU_ARMS[:3]),
+        "failed",
     ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }

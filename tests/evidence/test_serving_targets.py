@@ -314,7 +314,7 @@ def test_each_fleet_alone_has_keys_of_its_own() -> None:
     assert "llama35.tok_s.original_native.4" in found
     half = len(records) // 2
     assert summary("single_fleet", records[:half])["points"] == 16  # one fleet alone is evidence too
-    with pytest.raises(InputError, match="has two experiments of qwen50"):
+    with pytest.raises(InputError, match="states the setting of qwen50 twice"):
         read("single_fleet", records[:half] * 2)
     both = serving("mixed_serving_sglang")
     for record in both:

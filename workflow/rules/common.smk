@@ -317,7 +317,7 @@ def protocol(study):
 
 def documented_on(figure):
     """The machine whose evidence of a figure the documentation shows."""
-    return "cpu2" if figure == "scale" else "h200"
+    return "cpu2" if figure in ("scale", "cpu_serving") else "h200"
 
 
 def drawn_figures():

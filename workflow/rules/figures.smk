@@ -45,7 +45,14 @@ rule plot_committed:
 DOCUMENTED = ["quality", "recompression"]
 DOCUMENTED += [
     figure
-    for figure in ("retention", "regressions", "dispatch_layers", "dispatch", "scale")
+    for figure in (
+        "retention",
+        "regressions",
+        "dispatch_layers",
+        "dispatch",
+        "scale",
+        "cpu_serving",
+    )
     if (TARGET_OF[figure], documented_on(figure)) in EVIDENCE
 ]
 

@@ -141,10 +141,11 @@ class SingleFleet(ServingTarget):
         for one in found:
             if len(one.terms.fleets) > 1:
                 raise InputError("serves several fleets at once", path=path, key="config.fleets")
-            self.check_study(one)
         fleets = [fleet_of(one) for one in found]
         if twice := [name for name in fleets if fleets.count(name) > 1]:
-            raise InputError(f"has two experiments of {twice[0]}", path=path)
+            raise InputError(f"states the setting of {twice[0]} twice", path=path)
+        for one in found:
+            self.check_study(one)
         if len({one.setting.engine for one in found}) > 1:
             raise InputError("is of several engines", path=path, key="engine")
 
