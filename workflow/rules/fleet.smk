@@ -18,7 +18,7 @@ rule fetch_base:
 
 
 rule verify_fleet:
-    """Every adapter file has the size and SHA-256 that the lock states."""
+    """Every adapter file has the size and SHA-256 that the lock states; those that lie elsewhere are fetched first."""
     input:
         FLEET_FILES,
         lock=LOCK,
@@ -31,7 +31,7 @@ rule verify_fleet:
     message:
         "Verify the fleet against its lock"
     shell:
-        "loraforge fleet verify {input.lock} 2>&1 | tee {log}"
+        "(loraforge fleet fetch {input.lock} && loraforge fleet verify {input.lock}) 2>&1 | tee {log}"
 
 
 rule export_fleet:
