@@ -181,6 +181,8 @@ def _run(arguments: list[str] | None) -> Any:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stderr is None:  # closed: what is printed there would go to standard output
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     # names are strangers', and not every terminal takes all of Unicode
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

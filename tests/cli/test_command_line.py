@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -147,6 +148,20 @@ def test_a_source_that_cannot_be_looked_at(
     told = capsys.readouterr().err
     assert told.startswith(f"error: {long}: cannot be read (File name too long); ")
     assert told.count("\n") == 1
+
+
+def test_a_closed_standard_error_is_not_put_into_standard_output(
+    tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    make_adapter(tmp_path / "a")
+    root = str(Path(__file__).resolve().parents[2])
+    command = f"exec {sys.executable} -m loraforge compress a --budget 1/2 --out out --json 2>&-"
+    told = subprocess.run(
+        ["sh", "-c", command], stdout=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+    )  # fmt: skip
+    assert told.returncode == 0
+    assert json.loads(told.stdout)["dry_run"] is False
 
 
 def test_names_beyond_the_encoding_of_the_terminal(tmp_path: Path, make_adapter: MakeAdapter) -> None:
