@@ -472,6 +472,10 @@ def test_command_line_of_places(
     )
     assert _exit(["fleet", "lock", *places]) == 2
     assert "--out: name the lock file to write" in capsys.readouterr().err
+    listed = write_spec(tmp_path, "adapters: [{path: here}]")
+    assert _exit(["fleet", "lock", str(listed), "-o", str(listed)]) == 2
+    assert "is no name of a lock; let it end in .json" in capsys.readouterr().err
+    assert listed.read_text() == "adapters: [{path: here}]"
     assert _exit(["fleet", "lock", "hub:org/x@../y", "-o", str(lock)]) == 3
     assert "adapters.0.revision: not a fleet specification" in capsys.readouterr().err
 
