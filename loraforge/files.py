@@ -302,13 +302,28 @@ def _put_in_place(new: Path, place: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
 
 
+@contextmanager
+def _looking_at(path: Path) -> Iterator[None]:
+    """Raise OutputError where an output cannot even be looked at."""
+    try:
+        yield
+    except OSError as error:  # too long a name, a folder that may not be entered
+        raise output_error(error, path) from error
+    except RuntimeError as error:  # of Path.resolve
+        raise OutputError("is a loop of links", path=path, remedy="choose another output") from error
+
+
 def refuse_non_empty(path: Path, *, force: bool) -> None:
-    """Raise OutputError where ``path`` is a file, or a folder with something in it and ``force`` is off."""
-    if path.is_dir():
-        if any(path.iterdir()) and not force:
-            raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
-    elif path.exists():
-        raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
+    """Raise OutputError where ``path`` is a file, or a folder with something in it and ``force`` is off, or where no
+    folder can be put; before any work, as :func:`refuse_unwritable` does."""
+    path = Path(path)
+    with _looking_at(path):
+        if path.is_dir():
+            if any(path.iterdir()) and not force:
+                raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
+        elif path.exists():
+            raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
+        _require_writable_parent(path.resolve(), path)
 
 
 def refuse_unwritable(path: Path) -> None:
@@ -317,9 +332,15 @@ def refuse_unwritable(path: Path) -> None:
     Writes nothing. That a disk fills up while the work goes on cannot be known.
     """
     path = Path(path)
-    if path.is_dir():
-        raise OutputError("is a folder", path=path, remedy="name a file in it")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    with _looking_at(path):
+        if path.is_dir():
+            raise OutputError("is a folder", path=path, remedy="name a file in it")
+        _require_writable_parent(path.absolute(), path)
+
+
+def _require_writable_parent(place: Path, path: Path) -> None:
+    """Raise OutputError, which names ``path``, where nothing can be put at the absolute ``place``."""
+    parent = next((folder for folder in place.parents if folder.exists()), place)
     if not parent.is_dir():
         raise OutputError(f"{parent} is not a folder", path=path, remedy="choose another output")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -332,9 +353,9 @@ def refuse_to_replace(path: Path, kept: Iterable[Path]) -> None:
     ``--force`` replaces all that is in an output; nothing that a command reads, or caches for others, may lie
     there, nor the folder that it runs in.
     """
-    place = Path(path).resolve()
+    place = Path(os.path.realpath(path))  # which takes loops of links, too
     for other in (*kept, Path.cwd()):
-        if Path(other).resolve().is_relative_to(place):
+        if Path(os.path.realpath(other)).is_relative_to(place):
             raise OutputError(
                 f"would replace {other}, which is in use here", path=path, remedy="choose another output"
             )

@@ -13,7 +13,15 @@ import pytest
 
 from loraforge import files
 from loraforge.errors import InputError, OutputError
-from loraforge.files import atomic_folder, read_json, read_jsonl, refuse_to_replace, sweep_files
+from loraforge.files import (
+    atomic_folder,
+    read_json,
+    read_jsonl,
+    refuse_non_empty,
+    refuse_to_replace,
+    refuse_unwritable,
+    sweep_files,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -68,6 +76,28 @@ def test_neither_is_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OutputError, match="in use"):
         refuse_to_replace(Path("."), [])
     refuse_to_replace(Path("out"), [tmp_path / "out2"])
+
+
+def test_places_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutputError, match="File name too long"):
+        refuse_non_empty(tmp_path / ("z" * 300), force=False)
+    with pytest.raises(OutputError, match="File name too long"):
+        refuse_unwritable(tmp_path / ("z" * 300))
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    refuse_to_replace(tmp_path / "out", [loop])
+    if sys.version_info < (3, 13):  # later ones take a loop for a name
+        with pytest.raises(OutputError, match="is a loop of links"):
+            refuse_non_empty(loop, force=True)
+
+    def is_dir(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    with pytest.raises(OutputError, match="out: not writable"):
+        refuse_non_empty(tmp_path / "out", force=True)
+    with pytest.raises(OutputError, match="out: not writable"):
+        refuse_unwritable(tmp_path / "out")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"r": 1' + "0" * 5000 + "}"], ids=["deep", "long"])

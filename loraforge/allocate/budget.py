@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -99,6 +100,8 @@ def floor_warning(budget: Budget, limit: Ceiling, rank: Ints, cost: Ints) -> str
 
 def _fraction(text: str) -> Fraction:
     try:
+        if re.search(r"[eE][-+]?[\d_]{5}", text):  # a number of so many digits would be made of it
+            raise ValueError("an exponent of five digits")
         value = Fraction(text)
     except (ValueError, ZeroDivisionError) as error:
         raise BudgetError(

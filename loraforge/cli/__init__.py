@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from loraforge import __version__
-from loraforge.errors import LoraForgeError, UsageError, one_line
+from loraforge.errors import InputError, LoraForgeError, UsageError, one_line
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a check failed; 2 usage; 3 bad input; 4 changed bytes; 5 output; 6 budget; "
@@ -138,6 +139,24 @@ def _whole_output() -> Iterator[None]:
         raise output_error(error, Path("standard output")) from error
 
 
+@contextmanager
+def _readable_input() -> Iterator[None]:
+    """Raise InputError for a place that cannot even be looked at: in a folder that may not be entered, too long a name.
+
+    Whoever asks whether a file is there may meet one, at any depth of what was named.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+            raise
+        raise InputError(
+            f"cannot be read ({error.strerror})",
+            path=os.fsdecode(error.filename),
+            remedy="name a place that this user may read",
+        ) from error
+
+
 _Misused: Any = typer.BadParameter.__bases__[0]  # typer's UsageError, for which it exports no name
 
 
@@ -162,8 +181,14 @@ def _run(arguments: list[str] | None) -> Any:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; every :class:`LoraForgeError` becomes one line on stderr and its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stderr is None:  # closed: what is printed there would go to standard output
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    # names are strangers', and not every terminal takes all of Unicode
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        with _whole_output():
+        with _whole_output(), _readable_input():
             code = _run(arguments)
     except LoraForgeError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,19 +144,26 @@ def compress(
 
 
 def _refuse_report(report: Path, out: Path, used: Sequence[Path]) -> None:
-    """Raise OutputError where a report at ``report`` could not be written, or would lie in the way of ``out`` or in
-    one of ``used``."""
+    """Raise OutputError where a report at ``report`` could not be written, or would lie in the way of ``out``, among
+    the files of that or in one of ``used``, or replace what is no page: locks and links lead to adapters anywhere."""
     from loraforge.errors import OutputError
+    from loraforge.export.options import LAYOUTS
     from loraforge.files import refuse_unwritable
 
-    place = report.resolve()
-    if out.resolve().is_relative_to(place):
+    place, target = (Path(os.path.realpath(path)) for path in (report, out))
+    if target.is_relative_to(place):
         raise OutputError("is where the output goes", path=report, remedy="name a file in it, or beside it")
+    if any(place.is_relative_to(target / own) for own in ("manifest.json", *LAYOUTS)):
+        raise OutputError("is a place of the output's own files", path=report, remedy="give it another name")
     for path in used:
-        if place.is_relative_to(path.resolve()):
+        if place.is_relative_to(os.path.realpath(path)):
             raise OutputError(
                 f"lies in {path}, which is in use here", path=report, remedy="choose another place"
             )
+    if os.path.isfile(place) and place.suffix.lower() not in (".html", ".htm"):
+        raise OutputError(
+            "exists and is no page by its name", path=report, remedy="name a file that ends in .html"
+        )
     refuse_unwritable(report)
 
 

@@ -58,6 +58,8 @@ def lock(
         if spec_file is None:
             raise UsageError("name the lock file to write", key="--out")
         out = spec_file.with_suffix(".lock.json")
+    if out.suffix != ".json":  # a command takes nothing else for a lock; and the list, say, stays what it is
+        raise UsageError(f"{str(out)!r} is no name of a lock", key="--out", remedy="let it end in .json")
     spec = parse_arguments(adapters) if spec_file is None else load_spec(spec_file)
     refuse_unwritable(out)
 

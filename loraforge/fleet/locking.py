@@ -68,7 +68,7 @@ def lock_spec(
     if not plain_name(name):
         raise UsageError("cannot name a fleet: it must be one plain name", key=ascii(name))
     found = [found for one in _found(spec, place, path, options, connections) for found in one]
-    fleet = check_fleet([_opened(one, options) for one in found])
+    fleet = check_fleet(_distinct([_opened(one, options) for one in found], found))
     if spec.base_model not in (None, fleet[0].base_model):
         raise InputError(
             f"base model is {fleet[0].base_model!r}, but the specification has {spec.base_model!r}",
@@ -170,6 +170,20 @@ class _Elsewhere:
         folder = self.store.link({name: file.sha256 for name, file in sorted(files.items())})
         self.ticker.advance(origin.shown)
         return _Found(folder, entry.default_name, source, origin.shown)
+
+
+def _distinct(adapters: list[Adapter], found: Sequence[_Found]) -> list[Adapter]:
+    """Raise InputError where an adapter from elsewhere has another's name: it is no folder that can be renamed."""
+    by_name: dict[str, _Found] = {}
+    for adapter, one in zip(adapters, found, strict=True):
+        other = by_name.setdefault(adapter.name, one)
+        if other is not one and (other.source is not None or one.source is not None):
+            raise InputError(
+                f"two adapters are named {adapter.name!r} (the other is {other.shown})",
+                path=one.shown,
+                remedy="list them in a file, with a `name` for one (docs/downloads.md)",
+            )
+    return adapters
 
 
 def _opened(found: _Found, options: ReadOptions) -> Adapter:

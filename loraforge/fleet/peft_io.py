@@ -7,6 +7,7 @@ opened unless the user allows it.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -271,8 +272,11 @@ def check_members(members: Sequence[Member]) -> None:
     first = members[0]
     for member in members:
         if member.name in by_name:
+            other = by_name[member.name].path
+            if os.path.realpath(other) == os.path.realpath(member.path):
+                raise InputError("is named twice", path=member.path, remedy="name it once")
             raise InputError(
-                f"two adapters are named {member.name!r} (the other is {by_name[member.name].path})",
+                f"two adapters are named {member.name!r} (the other is {other})",
                 path=member.path,
                 remedy="rename one of the folders",
             )

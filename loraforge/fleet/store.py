@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from loraforge.errors import IntegrityError
+from loraforge.errors import IntegrityError, OutputError
 from loraforge.files import (
     atomic_path,
     canonical_json,
@@ -53,9 +53,11 @@ class Store:
         for folder in (self.partial, self.blobs):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise output_error(error, folder) from error
-            refuse_unwritable(folder / "any")
+                refuse_unwritable(folder / "any")
+            except (OSError, OutputError) as error:
+                told = output_error(error, folder) if isinstance(error, OSError) else error
+                remedy = f"make it writable, or name another store in {VARIABLE}"
+                raise OutputError(told.problem, path=folder, remedy=remedy) from error
         sweep_files(self.blobs)
 
     @property

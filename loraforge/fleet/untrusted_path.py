@@ -16,7 +16,7 @@ def plain_name(name: str) -> bool:
         and name not in (".", "..")
         and not any(mark in name for mark in "/\\")
         and name.isprintable()
-        and len(name) <= 255
+        and len(os.fsencode(name)) <= 255
     )
 
 

@@ -42,8 +42,9 @@ def read_untrusted_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
         yaml.YAMLError,
         RecursionError,
         ValueError,
+        LookupError,
         AttributeError,
-    ) as error:  # the last: of a !!timestamp of none
+    ) as error:  # the last two: of an !!int, a !!bool or a !!timestamp of none
         said = shown(" ".join(str(error).split()))
         raise InputError(f"not valid YAML ({said})", path=path) from error
 

@@ -62,6 +62,10 @@ def test_fractions(text: str, value: Fraction) -> None:
         ),
         ("nan", "--budget: 'nan' is not a number; write a fraction such as 1/12 or 0.25"),
         ("inf", "--budget: 'inf' is not a number; write a fraction such as 1/12 or 0.25"),
+        (
+            "1e-999999999",
+            "--budget: '1e-999999999' is not a number; write a fraction such as 1/12 or 0.25",
+        ),
         ("a third", "--budget: 'a third' is not a number; write a fraction such as 1/12 or 0.25"),
         ("1/0", "--budget: '1/0' is not a number; write a fraction such as 1/12 or 0.25"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -134,6 +135,46 @@ def test_an_index_of_no_folder_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert caught.value.code == 3
     assert "nodir: folder not found; name a folder of evidence bags" in capsys.readouterr().err
     assert not (tmp_path / "nodir").exists()
+
+
+def test_a_source_that_cannot_be_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("z" * 300)
+    arguments = ["--budget", "1/2", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as caught:
+        main(["compress", str(long), *arguments])
+    assert caught.value.code == 3
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {long}: cannot be read (File name too long); ")
+    assert told.count("\n") == 1
+
+
+def test_a_closed_standard_error_is_not_put_into_standard_output(
+    tmp_path: Path, make_adapter: MakeAdapter
+) -> None:
+    make_adapter(tmp_path / "a")
+    root = str(Path(__file__).resolve().parents[2])
+    command = f"exec {sys.executable} -m loraforge compress a --budget 1/2 --out out --json 2>&-"
+    told = subprocess.run(
+        ["sh", "-c", command], stdout=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+    )  # fmt: skip
+    assert told.returncode == 0
+    assert json.loads(told.stdout)["dry_run"] is False
+
+
+def test_names_beyond_the_encoding_of_the_terminal(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    folder = make_adapter(tmp_path / "\u00e9\u4f60")
+    told = subprocess.run(
+        [sys.executable, "-m", "loraforge", "compress", str(folder), "--budget", "1/2", "--out", "out", "--dry-run"],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "PYTHONIOENCODING": "latin-1"},
+        encoding="latin-1",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert "\u00e9\\u4f60" in told.stdout
 
 
 @pytest.mark.parametrize(

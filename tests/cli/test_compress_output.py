@@ -24,6 +24,8 @@ from loraforge.errors import BudgetError, InputError, OutputError, UsageError
 from loraforge.export.manifest import load_manifest
 from loraforge.export.options import LAYOUTS, parse_layouts, parse_policy
 from loraforge.files import sha256_file
+from loraforge.fleet.lock import save_lock
+from loraforge.fleet.locking import make_lock
 from loraforge.fleet.peft_io import open_fleet
 from loraforge.preview import preview
 
@@ -187,6 +189,17 @@ def test_a_preview_refuses_what_the_run_would(fleet: Path, tmp_path: Path, make_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "full"]
 
 
+def test_an_output_in_a_read_only_folder_is_refused_before_the_work(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever runs this may write everywhere
+    for out in (tmp_path / "out", tmp_path / "no" / "out"):
+        for run in (preview, compress):
+            with pytest.raises(OutputError, match="not writable"):
+                run([fleet], parse_budget("1/4"), out, cache=tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
 def test_dry_run_in_a_folder_that_stays_as_it_was(fleet: Path, tmp_path: Path) -> None:
     done = loraforge("compress", fleet, "--budget", "1/4", "--out", "out", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -289,6 +302,10 @@ def test_report_beside_and_inside_the_output(
         ("fleet/a/adapter_config.json", 5, "adapter_config.json: lies in {fleet}, which is in use here"),
         ("cache/report.html", 5, "report.html: lies in {cache}, which is in use here; choose another place"),
         ("folder", 5, "folder: is a folder; name a file in it"),
+        ("out/manifest.json", 5, "is a place of the output's own files; give it another name"),
+        ("out/ragged/a/adapter_config.json", 5, "is a place of the output's own files"),
+        ("out/padded", 5, "is a place of the output's own files"),
+        ("z" * 300, 5, "cannot be written (File name too long)"),
     ],
 )
 def test_a_report_in_the_way_is_refused_before_the_work(
@@ -307,6 +324,23 @@ def test_a_report_in_the_way_is_refused_before_the_work(
     told = capsys.readouterr().err
     assert message.format(fleet=tmp_path / "fleet", cache=tmp_path / "cache") in told
     assert told.count("\n") == 1
+    assert tree(tmp_path) == before
+
+
+def test_a_report_takes_the_place_of_no_file_that_a_lock_or_a_link_names(
+    tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_adapter(tmp_path / "fleet" / "a") / "adapter_config.json"
+    lock = tmp_path / "fleet.lock.json"
+    save_lock(make_lock([tmp_path / "fleet"], lock, name="fleet"), lock)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a").symlink_to(config.parent)
+    before = tree(tmp_path)
+    arguments = ("--budget", "1/2", "--out", tmp_path / "out", "--no-cache", "--report", config)
+    for source in (lock, tmp_path / "links"):
+        assert code_of("compress", source, *arguments) == 5
+        told = f"{config}: exists and is no page by its name; name a file that ends in .html\n"
+        assert told in capsys.readouterr().err
     assert tree(tmp_path) == before
 
 

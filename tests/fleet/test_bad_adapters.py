@@ -271,6 +271,7 @@ def test_duplicate_names(tmp_path: Path, make_adapter: MakeAdapter) -> None:
         lambda: open_fleet([one, two]),
         f"{two}: two adapters are named 'a' (the other is {one}); rename one of the folders",
     )
+    refused(lambda: open_fleet([tmp_path / "x", one]), f"{one}: is named twice; name it once")
 
 
 def test_empty_folder(tmp_path: Path) -> None:

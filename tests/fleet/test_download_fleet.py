@@ -295,8 +295,19 @@ def test_store_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LORAFORGE_STORE", str(tmp_path / "file" / "store"))
     for call in (lambda: make(spec), lambda: resolve_fleet(lock)):
-        with pytest.raises(OutputError):
+        with pytest.raises(OutputError, match="or name another store in LORAFORGE_STORE"):
             call()
+
+
+def test_two_repositories_of_one_name(hub: HubServer, tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    for owner in ("org", "other"):  # of the same bytes, and so one folder of the store
+        hub.repo(f"{owner}/x", content(make_adapter(tmp_path / "1")))
+    with pytest.raises(InputError, match="two adapters are named 'x'") as caught:
+        make(write_spec(tmp_path, "adapters: [{hub: org/x}, {hub: other/x}]"))
+    assert str(caught.value).startswith("hub:other/x@")
+    assert "(the other is hub:org/x@" in str(caught.value)
+    assert str(caught.value).endswith("list them in a file, with a `name` for one (docs/downloads.md)")
+    assert make(write_spec(tmp_path, "adapters: [{hub: org/x}, {hub: other/x, name: y}]")).exists()
 
 
 def test_hub_that_is_busy_for_a_moment(hub: HubServer, tmp_path: Path, make_adapter: MakeAdapter) -> None:
@@ -461,6 +472,10 @@ def test_command_line_of_places(
     )
     assert _exit(["fleet", "lock", *places]) == 2
     assert "--out: name the lock file to write" in capsys.readouterr().err
+    listed = write_spec(tmp_path, "adapters: [{path: here}]")
+    assert _exit(["fleet", "lock", str(listed), "-o", str(listed)]) == 2
+    assert "is no name of a lock; let it end in .json" in capsys.readouterr().err
+    assert listed.read_text() == "adapters: [{path: here}]"
     assert _exit(["fleet", "lock", "hub:org/x@../y", "-o", str(lock)]) == 3
     assert "adapters.0.revision: not a fleet specification" in capsys.readouterr().err
 

@@ -70,6 +70,9 @@ def test_a_specification_is_no_lock(command: list[str], capsys: pytest.CaptureFi
         ("adapters: !!python/object/apply:os.system [id]", "not valid YAML"),
         ("a: !!map b", "not valid YAML"),
         ("a: !!timestamp b", "not valid YAML"),
+        ("a: !!int ''", "not valid YAML"),
+        ("a: !!bool b", "not valid YAML"),
+        ("adapters: [{path: a, name: " + "\u00e9" * 130 + "}]", "must be one plain name, no path"),
         ("<<: {a: b}", "not valid YAML"),
         ("adapters: [", "not valid YAML"),
         ("[" * 3000, "is nested deeper than 32 levels"),
@@ -79,7 +82,7 @@ def test_a_specification_is_no_lock(command: list[str], capsys: pytest.CaptureFi
 )  # fmt: skip
 def test_malformed_specifications(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError) as caught:
         load_spec(path)
     assert message in str(caught.value)
