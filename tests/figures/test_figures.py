@@ -52,7 +52,11 @@ SAMPLES = {
     "dispatch": "8 cases a point",
     "dispatch_map": "8 cases a cell",
     "dispatch_layers": "medians summed over the four projections",
-    **dict.fromkeys(synthetic.ARMS, "1,700 requests and 3 seeds a point"),
+    **{
+        name: "1,700 requests and 3 seeds a point"
+        for name, target in TARGET_OF.items()
+        if target in synthetic.ARMS
+    },
 }
 SHAPES: dict[str, Any] = {"shapes": ("qwen50", "llama35")}
 WHOLE: dict[str, Any] = SHAPES | {"whole": True}

@@ -542,7 +542,13 @@ def test_the_declared_experiment_is_strict(declare: Declare) -> None:
 )
 def test_committed_experiments(path: Path) -> None:
     experiment = load_experiment(path)
-    assert path.stem == experiment.experiment + ("_paper" if experiment.protocol == "paper" else "")
+    name = experiment.experiment
+    if experiment.engine == "sglang":
+        name = name.removesuffix("_sglang") + "_sglang"
+    if experiment.experiment == "single_fleet":
+        (fleet_name,) = experiment.fleets
+        name += f"_{fleet_name}"
+    assert path.stem == name + ("_paper" if experiment.protocol == "paper" else "")
     for fleet in experiment.fleets.values():
         assert fleet.vocabulary is None or fleet.vocabulary.tokens.at(1 - 1e-12) + fleet.output_tokens.at(
             1 - 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -66,14 +67,15 @@ def snakemake(copy: Path) -> Callable[..., Run]:
 
 @pytest.fixture(scope="module")
 def drawn(copy: Path, snakemake: Callable[..., Run]) -> float:
-    """Run the whole workflow once; its seconds."""
-    started = time.monotonic()
+    """Run the whole workflow once; the seconds of a processor that it took, which other work does not stretch."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = snakemake("--", "figures")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Using workflow specific profile profiles/default" in run.stderr
     for title in ("figures:", "tables:", "compressed fleet:"):
         assert title in run.stdout + run.stderr
-    return time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 TARGETS = {
@@ -92,8 +94,8 @@ def jobs(run: Run) -> set[str]:
     return set(re.findall(r"^(\w+) +\d+$", run.stdout + run.stderr, re.MULTILINE)) - TARGETS
 
 
-def test_the_whole_workflow_runs_in_two_minutes(copy: Path, drawn: float) -> None:
-    assert drawn < 120
+def test_the_whole_workflow_takes_two_minutes_of_two_cores(copy: Path, drawn: float) -> None:
+    assert drawn < 2 * 120
     results = copy / "results/tiny"
     for study in ("spectra", "allocation", "recompression", "quality"):
         assert {path.suffix for path in results.glob(f"figures/{study}.*")} == {
