@@ -95,18 +95,7 @@ def _losses(axes: Axes, rows: Table, arms: list[str], adapters: list[str], budge
 
 
 def _lines(axes: Axes, rows: Table, panel: str, arms: list[str], budgets: list[str]) -> None:
-    for arm, look in study.looks(arms).items():
-        found = [(place, study.one(rows, panel, arm, budget)) for place, budget in enumerate(budgets)]
-        points = [(place, study.number(item)) for place, item in found if item is not None]
-        axes.plot(
-            [place for place, _ in points],
-            [value for _, value in points],
-            linestyle=look.line,
-            linewidth=1.0,
-            **study.marks(look),
-        )
-    axes.set_xticks(range(len(budgets)), budgets)
-    axes.set_xlim(-0.35, len(budgets) - 0.65)
+    study.curves(axes, rows, panel, arms, budgets)
     axes.set_ylim(bottom=0)
     words = {"worst": "Points lost", "n_over_5": "Adapters"}
     titles = {"worst": "(b) The worst adapter", "n_over_5": "(c) Losing more than 5 points"}

@@ -62,19 +62,8 @@ def draw(rows: Table, context: style.Context) -> Figure:
 
 
 def _curves(axes: Axes, rows: Table, arms: list[str], budgets: list[str]) -> None:
-    for arm, look in study.looks(arms).items():
-        found = [(place, study.one(rows, "delta", arm, budget)) for place, budget in enumerate(budgets)]
-        points = [(place, study.number(item)) for place, item in found if item is not None]
-        axes.plot(
-            [place for place, _ in points],
-            [value for _, value in points],
-            linestyle=look.line,
-            linewidth=1.0,
-            **study.marks(look),
-        )
+    study.curves(axes, rows, "delta", arms, budgets)
     axes.axhline(0.0, color=style.INK, linewidth=0.8)
-    axes.set_xticks(range(len(budgets)), budgets)
-    axes.set_xlim(-0.35, len(budgets) - 0.65)
     axes.set_xlabel("Budget (share of the nominal ranks)")
     axes.set_ylabel("Points against the originals")
     axes.set_title("(a) Mean over adapters")

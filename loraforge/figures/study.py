@@ -141,6 +141,22 @@ def key_height(arms: Sequence[str], columns: int = 5) -> float:
     return 0.16 + 0.15 * -(-max(1, len(arms)) // columns)
 
 
+def curves(axes: Axes, rows: Table, panel: str, arms: Sequence[str], budgets: Sequence[str]) -> None:
+    """A line an arm of a panel's values over the budgets, which stand side by side, the tightest first."""
+    for arm, look in looks(arms).items():
+        found = [(place, one(rows, panel, arm, budget)) for place, budget in enumerate(budgets)]
+        points = [(place, number(item)) for place, item in found if item is not None]
+        axes.plot(
+            [place for place, _ in points],
+            [value for _, value in points],
+            linestyle=look.line,
+            linewidth=1.0,
+            **marks(look),
+        )
+    axes.set_xticks(range(len(budgets)), budgets)
+    axes.set_xlim(-0.35, len(budgets) - 0.65)
+
+
 def marks(look: style.Look) -> dict[str, Any]:
     """Marker and colour of an arm, as matplotlib's arguments."""
     stroke = look.marker in ("x", "|")
