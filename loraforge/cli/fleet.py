@@ -102,15 +102,16 @@ def fetch(
 @app.command()
 def verify(
     lock: Annotated[Path, typer.Argument(help="a fleet lock", show_default=False)],
+    fetch: Annotated[bool, typer.Option("--fetch", help="fetch what the store lacks first")] = False,
     allow_pickle: AllowPickle = False,
     base: BaseFolder = None,
 ) -> None:
-    """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed; nothing is fetched."""
+    """Re-hash every file of a locked fleet. Exit 4 where one is missing or has changed; nothing is fetched unasked."""
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import resolve_fleet
     from loraforge.progress import say
 
-    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base), fetch=False)
+    fleet = resolve_fleet(lock, ReadOptions(allow_pickle, base), fetch=fetch)
     say(f"{lock}: {len(fleet)} adapters as locked")
 
 

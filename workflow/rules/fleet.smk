@@ -31,7 +31,7 @@ rule verify_fleet:
     message:
         "Verify the fleet against its lock"
     shell:
-        "(loraforge fleet fetch {input.lock} && loraforge fleet verify {input.lock}) 2>&1 | tee {log}"
+        "loraforge fleet verify --fetch {input.lock} 2>&1 | tee {log}"
 
 
 rule export_fleet:
