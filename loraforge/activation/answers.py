@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from loraforge.activation.inputs import read_texts
 from loraforge.errors import InputError
 from loraforge.fleet.offline import offline_imports
 from loraforge.quality.arms import MergedModel
+from loraforge.quality.decoding import Prompts, decode_growing
 
+_ROWS = 64  # prompts that are answered at once
 _PLACES = ("{}.jsonl", "{}.txt", "{}/{split}.jsonl")  # of an adapter's prompts in their folder
 
 
@@ -25,7 +28,7 @@ class AnswerSettings:
     Parameters
     ----------
     max_tokens: the last so many tokens of a prompt count. max_new_tokens: an answer ends there at the latest.
-    batch_size: answers a pass.
+    batch_size: answers that are differentiated at once.
     """
 
     max_tokens: int = 512
@@ -69,13 +72,18 @@ class OpenModel:
         self.causal.requires_grad_(False)
         self.merged = MergedModel(self.causal)
 
+    @classmethod
+    @lru_cache(maxsize=1)
+    def of(cls, base: Path, device: str) -> OpenModel:
+        """The one of this process, which a worker opens once for all its adapters."""
+        return cls(base, device)
+
     @property
     def pad(self) -> int:
         pad = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
 
-@torch.no_grad()
 def answer(
     model: Any, tokenizer: Any, texts: Sequence[str], pad: int, settings: AnswerSettings
 ) -> list[Answered]:
@@ -85,27 +93,19 @@ def answer(
         key=len,
     )
     encoded = [ids for ids in encoded if ids]
-    end = tokenizer.eos_token_id
+    stops = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    stops[tokenizer.eos_token_id] = True
     found: list[Answered] = []
-    for start in range(0, len(encoded), settings.batch_size):
-        rows = encoded[start : start + settings.batch_size]
+    for start in range(0, len(encoded), _ROWS):
+        rows = encoded[start : start + _ROWS]
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), pad)
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for row, tokens in enumerate(rows):
             ids[row, width - len(tokens) :] = torch.tensor(tokens)
             mask[row, width - len(tokens) :] = 1
-        generated = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-            eos_token_id=end,
-            pad_token_id=pad,
-        )[:, width:].tolist()
-        for tokens, new in zip(rows, generated, strict=True):
-            stop = new.index(end) + 1 if end in new else len(new)
-            found.append(Answered(tuple(tokens), tuple(new[:stop])))
+        answers = decode_growing(model, Prompts(ids, mask, settings.max_new_tokens), stops)
+        found += [Answered(tuple(tokens), tuple(new)) for tokens, new in zip(rows, answers, strict=True)]
     return found
 
 

@@ -31,6 +31,7 @@ from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.peft_io import Adapter
 from loraforge.progress import progress
 from loraforge.quality.arms import Update, original_updates
+from loraforge.workers import each
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class FisherSettings(AnswerSettings):
     seed: int = 20261130
 
 
-_SOURCE = tuple(f"activation/{name}.py" for name in ("answers", "fisher", "fisher_collection"))
+_SOURCE = (
+    *(f"activation/{name}.py" for name in ("answers", "fisher", "fisher_collection")),
+    "quality/decoding.py",
+)
 DEFAULTS = FisherSettings()
 
 
@@ -64,21 +68,23 @@ def collect_fisher(
     *,
     cache: Path,
     device: str = "cpu",
+    jobs: int = 1,
     settings: FisherSettings = DEFAULTS,
 ) -> FisherMoments:
     """Collect the Fisher information of every adapter of ``fleet`` and write it to ``out``.
 
-    What an adapter gave is kept in ``cache`` by a name that hashes all that it depends on, so that an interrupted run
-    resumes. Raises InputError for an adapter without prompts, that does not fit the base model, or whose modules
-    are not linear maps of their own.
+    ``jobs``: processes, each with a model of its own, that share ``device``: one leaves a GPU idle between its small
+    kernels. What an adapter gave is kept in ``cache`` by a name that hashes all that it depends on, so that an
+    interrupted run resumes. Raises InputError for an adapter without prompts, that does not fit the base model, or
+    whose modules are not linear maps of their own.
     """
     base_sha256 = tensors_sha256(base / "model.safetensors")
     hash_weights(fleet)
     for adapter in fleet:
         if not prompts.get(adapter.name):
             raise InputError("no prompts of this adapter", key=adapter.name, remedy="give it some")
-    model: OpenModel | None = None
-    parts: list[FisherMoments] = []
+    parts: dict[str, FisherMoments] = {}
+    missing: dict[str, tuple[Any, ...]] = {}
     with progress("fisher", len(fleet)) as ticker:
         for adapter in fleet:
             texts = prompts[adapter.name]
@@ -87,11 +93,14 @@ def collect_fisher(
             )
             part = _find(path)
             if part is None:
-                model = model or OpenModel(base, device)
-                part = _collect(model, adapter, texts, path, base_sha256, settings)
-            parts.append(part)
-            ticker.advance(f"{adapter.name} {part.tokens} tokens")
-    return _join(out, parts, base_sha256)
+                missing[adapter.name] = (base, device, adapter, texts, path, base_sha256, settings)
+            else:
+                parts[adapter.name] = part
+                ticker.advance(f"{adapter.name} {part.tokens} tokens, as before")
+        for name, path in each(_collect, missing, jobs):
+            parts[name] = FisherMoments.of(path, read_header(path))
+            ticker.advance(f"{name} {parts[name].tokens} tokens")
+    return _join(out, [parts[adapter.name] for adapter in fleet], base_sha256)
 
 
 def _part_key(
@@ -120,13 +129,15 @@ def _find(path: Path) -> FisherMoments | None:
 
 
 def _collect(
-    model: OpenModel,
+    base: Path,
+    device: str,
     adapter: Adapter,
     texts: Sequence[str],
     path: Path,
     base_sha256: str,
     settings: FisherSettings,
-) -> FisherMoments:
+) -> Path:
+    model = OpenModel.of(base, device)
     try:
         model.merged.merge(original_updates(adapter))
         answered = answer(model.causal, model.tokenizer, texts, model.pad, settings)
@@ -139,7 +150,8 @@ def _collect(
         for key, matrix in zip(core_keys(adapter.name, module), pair, strict=True):
             tensors[key] = packed(gain * matrix)
     tokens = sum(len(row.prompt) + len(row.answer) for row in answered)
-    return _write(path, tensors, base_sha256, tokens, {adapter.name: identity(adapter)})
+    _write(path, tensors, base_sha256, tokens, {adapter.name: identity(adapter)})
+    return path
 
 
 def calibration(
@@ -203,7 +215,7 @@ def sample_cores(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """P_out and P_in, float64 [r, r], of every module of ``adapter``, which is merged into ``model``."""
     sums = {
-        module.name: torch.zeros(2, module.rank, module.rank, dtype=torch.float64)
+        module.name: torch.zeros(2, module.rank, module.rank, dtype=torch.float64, device=model.device)
         for module in adapter.modules
     }
     generator = torch.Generator().manual_seed(settings.seed)
@@ -214,9 +226,10 @@ def sample_cores(
             for _ in backward_draws(model, rows, pad, settings, generator):
                 for name, sample in cores.items():
                     exact = sample.double()
-                    sums[name] += torch.stack(((exact @ exact.mT).sum(0), (exact.mT @ exact).sum(0))).cpu()
+                    sums[name] += torch.stack(((exact @ exact.mT).sum(0), (exact.mT @ exact).sum(0)))
                 samples += len(rows)
-    return {name: (total[0] / samples, total[1] / samples) for name, total in sums.items()}
+    means = {name: (total / samples).cpu() for name, total in sums.items()}
+    return {name: (mean[0], mean[1]) for name, mean in means.items()}
 
 
 def backward_draws(

@@ -37,6 +37,7 @@ def moments(
     ] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="the first so many texts of each file")] = None,
     device: Annotated[str, typer.Option(help="torch device")] = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="with --adapters: processes that share the device")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="texts a forward pass")] = 16,
     draws: Annotated[int, typer.Option(min=1, help="with --adapters: backward passes an answer")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="with --adapters: of the vectors taken back")] = 20261130,
@@ -75,7 +76,9 @@ def moments(
             adapter.name: find_prompts(prompts, adapter.name, limit=limit, split=split) for adapter in fleet
         }
         settings = FisherSettings(draws=draws, seed=seed, batch_size=batch_size)
-        fisher = collect_fisher(base, fleet, asked, out, cache=cache, device=device, settings=settings)
+        fisher = collect_fisher(
+            base, fleet, asked, out, cache=cache, device=device, jobs=jobs, settings=settings
+        )
         say(
             f"{out}: {fisher.tokens:,} tokens of {sum(map(len, asked.values()))} answers, "
             f"{len(fisher.adapters)} adapters, sha256 {fisher.sha256[:16]}"

@@ -33,6 +33,7 @@ def refine(
     batch_size: Annotated[int, typer.Option(min=1, help="answers a step")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of the order of the answers")] = 20261130,
     device: Annotated[str, typer.Option(help="torch device")] = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="processes that share the device")] = 1,
     cache: Annotated[Path, typer.Option(help="folder that keeps what is finished")] = Path(
         ".cache/loraforge"
     ),
@@ -59,6 +60,15 @@ def refine(
     settings = RefineSettings(batch_size=batch_size, steps=steps, lr=lr, seed=seed)
     with Timer() as timer:
         manifest = refine_fleet(
-            compressed, fleet, base, asked, out, cache=cache, device=device, settings=settings, force=force
+            compressed,
+            fleet,
+            base,
+            asked,
+            out,
+            cache=cache,
+            device=device,
+            jobs=jobs,
+            settings=settings,
+            force=force,
         )
     say(f"{out}: {len(manifest.adapters)} adapters refined after {timer.s:.1f} s")

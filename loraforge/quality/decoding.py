@@ -56,8 +56,13 @@ def first_positions(mask: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def decode_growing(model: Any, prompts: Prompts, stops: Tensor) -> list[list[int]]:
-    """Tokens of every row, its stop included, in the order of the prompts. ``stops``: bool [vocabulary]."""
+    """Tokens of every row, its stop included, in the order of the prompts.
+
+    ``stops``: bool [vocabulary], on the CPU as the prompts; the model may be anywhere.
+    """
     from transformers import DynamicCache
+
+    device = model.device
 
     cache = DynamicCache(config=model.config)
     ids, mask, positions = prompts.ids, prompts.mask, first_positions(prompts.mask)
@@ -66,14 +71,14 @@ def decode_growing(model: Any, prompts: Prompts, stops: Tensor) -> list[list[int
     going = torch.ones(len(ids), dtype=torch.bool)
     for _ in range(prompts.limit):
         logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=positions.to(device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        tokens = logits[:, -1].float().argmax(dim=-1)
+        tokens = logits[:, -1].float().argmax(dim=-1).cpu()
         for row, token in zip(rows[going].tolist(), tokens[going].tolist(), strict=True):
             found[row].append(token)
         going &= ~stops[tokens]
@@ -85,7 +90,7 @@ def decode_growing(model: Any, prompts: Prompts, stops: Tensor) -> list[list[int
         ids = tokens[:, None]
         if left <= (1 - _DROP) * len(going):
             kept = going.nonzero()[:, 0]
-            cache.batch_select_indices(kept)
+            cache.batch_select_indices(kept.to(device))
             ids, mask, positions, rows, going = (part[kept] for part in (ids, mask, positions, rows, going))
     return found
 

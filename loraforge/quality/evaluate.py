@@ -6,17 +6,12 @@ adapter, allocation or harness is scored anew, and arms that leave an adapter th
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from loraforge.activation.entries import entries_of, entry_key, require_moments
 from loraforge.activation.moments import Moments, load_moments, stated_norm
@@ -45,6 +40,7 @@ from loraforge.quality.arms import (
 )
 from loraforge.quality.harness import LM_EVAL, Harness, resolve_device
 from loraforge.quality.tasks import split_file
+from loraforge.workers import each
 
 SCHEMA = "loraforge.quality/2"
 REFINED = "-refined"  # behind the policy of a compressed fleet that was trained further
@@ -129,16 +125,10 @@ def evaluate_fleet(
 
                 found[name] = _evaluate_adapter(lock, name, arms, settings, tell)
         else:
-            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-            threads = max(1, (os.cpu_count() or 1) // jobs)
-            with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
-                running = {
-                    pool.submit(_evaluate_adapter, lock, name, arms, settings): name
-                    for name in _longest_first(lock, names, settings)
-                }
-                for future in as_completed(running):
-                    found[running[future]] = future.result()
-                    ticker.advance(running[future], step=len(arms))
+            asked = {name: (lock, name, arms, settings) for name in _longest_first(lock, names, settings)}
+            for name, records in each(_evaluate_adapter, asked, jobs):
+                found[name] = records
+                ticker.advance(name, step=len(arms))
     return [record for name in names for record in found[name]]
 
 

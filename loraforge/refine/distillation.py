@@ -79,15 +79,17 @@ def distil(
     optimizer = torch.optim.Adam(parameters, lr=settings.lr)
     lengths = [len(row.prompt) + len(row.answer) for row in answered]
     curve: list[float] = []
+    with torch.no_grad(), _beside(model, teacher):
+        wanted = _last_states(model, answered, pad, settings.batch_size)
     for step, rows in enumerate(batches(lengths, settings.batch_size, settings.steps, settings.seed)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings.steps, settings.lr, settings.warmup)
         ids, positions = (tensor.to(device) for tensor in collate([answered[i] for i in rows], pad))
-        with torch.no_grad(), _beside(model, teacher):
-            wanted = _log_probabilities(model, ids, positions)
+        with torch.no_grad():
+            own = _log_probabilities(model, torch.cat([wanted[i] for i in rows]))
         with _beside(model, student):
-            found = _log_probabilities(model, ids, positions)
-        loss = (wanted.exp() * (wanted - found)).sum() / len(rows)
+            found = _log_probabilities(model, _states(model, ids, positions))
+        loss = (own.exp() * (own - found)).sum() / len(rows)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
         optimizer.step()
@@ -99,10 +101,28 @@ def distil(
     return Refined(updates, tuple(curve))
 
 
-def _log_probabilities(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """Of every token at ``positions``, float32 [positions, vocabulary]."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
-    return torch.log_softmax(model.get_output_embeddings()(hidden).float(), dim=-1)
+def _last_states(model: Any, answered: Sequence[Answered], pad: int, batch_size: int) -> list[Tensor]:
+    """What the model says where it chooses each token of an answer, before the vocabulary: [tokens, hidden] each.
+
+    They are the same at every step, and a vocabulary of probabilities is too large to be kept.
+    """
+    found: list[Tensor] = []
+    for start in range(0, len(answered), batch_size):
+        rows = answered[start : start + batch_size]
+        ids, positions = (tensor.to(model.device) for tensor in collate(rows, pad))
+        found += torch.split(_states(model, ids, positions), [len(row.answer) for row in rows])
+    return found
+
+
+def _states(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """The last hidden states at ``positions``, [positions, hidden]."""
+    states: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+    return states
+
+
+def _log_probabilities(model: Any, states: Tensor) -> Tensor:
+    """Of every token of the vocabulary, float32 [positions, vocabulary]."""
+    return torch.log_softmax(model.get_output_embeddings()(states).float(), dim=-1)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from loraforge.fleet.peft_io import Adapter, open_adapter
 from loraforge.progress import progress
 from loraforge.quality.arms import Update, original_updates
 from loraforge.refine.distillation import DEFAULTS, RefineSettings, distil
+from loraforge.workers import each
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def refine_fleet(
     *,
     cache: Path,
     device: str = "cpu",
+    jobs: int = 1,
     settings: RefineSettings = DEFAULTS,
     force: bool = False,
 ) -> Manifest:
@@ -67,6 +70,7 @@ def refine_fleet(
     ----------
     originals: the adapters that it was made from; others are ignored. prompts: unlabelled ones, by adapter.
     cache: folder that keeps what is finished, by a name that hashes all that it depends on, for runs that resume.
+    jobs: processes, each with a model of its own, that share ``device``: one leaves a GPU idle between its kernels.
 
     Raises InputError for an adapter without its original or without prompts, IntegrityError where the original has
     other weights, and everything that writing does; ``out`` appears whole or not at all.
@@ -80,20 +84,21 @@ def refine_fleet(
         if not prompts.get(name):
             raise InputError("no prompts of this adapter", key=name, remedy="give it some")
     base_sha256 = tensors_sha256(base / "model.safetensors")
-    model: OpenModel | None = None
     entries: dict[str, CachedAdapter] = {}
+    missing: dict[str, tuple[Any, ...]] = {}
     with progress("refine", len(pairs)) as ticker:
         for name, pair in pairs.items():
             key = _key(pair, base_sha256, prompts[name], device, settings)
             path = cache / "refined" / f"{key}.safetensors"
-            entry, note = find(pair.compressed, path), "as before"
+            entry = find(pair.compressed, path)
             if entry is None:
-                model = model or OpenModel(base, device)
-                modules, curve = _refine(model, pair, prompts[name], settings)
-                entry = store(pair.compressed, path, modules)
-                note = f"divergence {curve[0]:.3f} -> {curve[-1]:.3f}"
+                missing[name] = (base, device, pair, prompts[name], path, settings)
+            else:
+                entries[name] = entry
+                ticker.advance(f"{name} as before")
+        for name, (entry, curve) in each(_refine, missing, jobs):
             entries[name] = entry
-            ticker.advance(f"{name} {note}")
+            ticker.advance(f"{name} divergence {curve[0]:.3f} -> {curve[-1]:.3f}")
     fleet = [pair.original for pair in pairs.values()]
     return export_fleet(
         fleet,
@@ -177,15 +182,18 @@ def _key(pair: _Pair, base_sha256: str, texts: Sequence[str], device: str, setti
                 "texts": list(texts),
                 "device": device.partition(":")[0],
                 "settings": asdict(settings),
-                "source": source_digest("refine", "activation/answers.py", "fleet/train.py"),
+                "source": source_digest(
+                    "refine", "activation/answers.py", "quality/decoding.py", "fleet/train.py"
+                ),
             }
         )
     )
 
 
 def _refine(
-    model: OpenModel, pair: _Pair, texts: Sequence[str], settings: RefineSettings
-) -> tuple[dict[str, ModuleFactors], tuple[float, ...]]:
+    base: Path, device: str, pair: _Pair, texts: Sequence[str], path: Path, settings: RefineSettings
+) -> tuple[CachedAdapter, tuple[float, ...]]:
+    model = OpenModel.of(base, device)
     updates = original_updates(pair.original)
     try:
         model.merged.merge(updates)
@@ -205,7 +213,7 @@ def _refine(
         )
         for name, update in refined.updates.items()
     }
-    return modules, refined.curve
+    return store(pair.compressed, path, modules), refined.curve
 
 
 def _distance(original: Update, refined: Update) -> float:

@@ -60,6 +60,26 @@ def fisher(base: Path, fleet_folder: Path, tmp_path: Path) -> FisherMoments:
     )  # fmt: skip
 
 
+def test_processes_collect_the_same(
+    fisher: FisherMoments, base: Path, fleet_folder: Path, tmp_path: Path
+) -> None:
+    fleet = open_fleet([fleet_folder])
+    shared = collect_fisher(
+        base,
+        fleet,
+        PROMPTS,
+        tmp_path / "two.safetensors",
+        cache=tmp_path / "other",
+        jobs=2,
+        settings=SETTINGS,
+    )
+    assert shared.tokens == fisher.tokens
+    one, two = fisher.tensors(), shared.tensors()
+    assert one.keys() == two.keys()
+    for key, matrix in one.items():
+        torch.testing.assert_close(two[key], matrix, rtol=0.05, atol=1e-3 * float(matrix.abs().max()))
+
+
 def _psd(size: int, generator: torch.Generator, samples: int) -> Tensor:
     x = torch.randn(samples, size, generator=generator, dtype=torch.float64) * torch.logspace(0, 1.5, size)
     return x.mT @ x / samples

@@ -1,5 +1,6 @@
 PROMPTS = f"{RESULTS}/moments/prompts"
 DEVICE = CONFIG.quality.device.replace("auto", "cuda") if ON_GPU else "cpu"
+JOBS = CONFIG.quality.jobs if ON_GPU else 1  # processes that share a GPU
 TASKS = {adapter.name: adapter.task for adapter in FLEET.adapters if adapter.task}
 
 ALLOCATIONS = [
@@ -71,7 +72,7 @@ rule collect_fisher:
     priority: 1
     conda:
         "../../envs/core.yaml"
-    threads: 1 if ON_GPU else workflow.cores
+    threads: JOBS if ON_GPU else workflow.cores
     resources:
         gpu=int(ON_GPU),
     params:
@@ -80,12 +81,13 @@ rule collect_fisher:
         base=subpath(input.base, parent=True),
         limit=CONFIG.study.answers,
         device=DEVICE,
-        source=source_digest("activation", "quality/arms.py"),
+        jobs=JOBS,
+        source=source_digest("activation", "quality/arms.py", "quality/decoding.py"),
     message:
         "Collect what the adapters' answers hang on"
     shell:
         "loraforge moments {params.base} --adapters {params.lock} --prompts {input.prompts} --limit {params.limit}"
-        " --device {params.device} --cache {params.cache} -o {output} 2>&1 | tee {log}"
+        " --device {params.device} --jobs {params.jobs} --cache {params.cache} -o {output} 2>&1 | tee {log}"
 
 
 rule order_directions:

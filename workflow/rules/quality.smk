@@ -94,7 +94,7 @@ rule refine_fleet:
         f"{RESULTS}/logs/refine_fleet_{{policy}}_{{budget}}.log",
     conda:
         "../../envs/core.yaml"
-    threads: 1 if ON_GPU else workflow.cores
+    threads: JOBS if ON_GPU else workflow.cores
     resources:
         gpu=int(ON_GPU),
     params:
@@ -103,12 +103,13 @@ rule refine_fleet:
         base=subpath(input.base, parent=True),
         folder=subpath(output[0], parent=True),
         device=DEVICE,
-        source=source_digest("refine", "activation"),
+        jobs=JOBS,
+        source=source_digest("refine", "activation", "quality/decoding.py"),
     message:
         "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge refine {params.compressed} --adapters {params.lock} --base {params.base} --prompts {input.prompts}"
-        " --device {params.device} -o {params.folder} --force 2>&1 | tee {log}"
+        " --device {params.device} --jobs {params.jobs} -o {params.folder} --force 2>&1 | tee {log}"
 
 
 rule score_validation:
