@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "scripts/run.py"
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 # Takes snakemake's place: starts a job as it does, ends it with itself at SIGINT, and locks and unlocks as it does.
 FAKE = """

@@ -214,7 +214,7 @@ def test_a_stopped_run_leaves_nothing_half_written(
     while process.poll() is None and not (results.is_dir() and any(results.iterdir())):
         time.sleep(0.005)  # until it writes
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     assert errors.splitlines()[-1].startswith(words)
     assert list(results.iterdir()) == []

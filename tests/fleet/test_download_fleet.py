@@ -568,7 +568,7 @@ def test_a_killed_process_resumes_and_leaves_no_half_file(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     blobs = list(store().blobs.iterdir())
     assert all(sha256_file(path) == path.name for path in blobs)
@@ -577,7 +577,7 @@ def test_a_killed_process_resumes_and_leaves_no_half_file(
     hub.faults.clear()
     hub.requests.clear()
     again = start(large)
-    again.communicate(timeout=60)
+    again.communicate(timeout=120)
     assert again.returncode == 0
     verify(large)
     assert hub.sent("/blobs/") <= size_of(load_lock(large)) - kept

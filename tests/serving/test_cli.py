@@ -91,7 +91,7 @@ def _replaying(server: CompletionsServer, made: Path, records: Path) -> subproce
         text=True,
         env=environment(),
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not server.bodies and time.monotonic() < deadline:
         time.sleep(0.02)
     return process
@@ -106,7 +106,7 @@ def test_an_interrupt_leaves_records_that_say_so(
     with CompletionsServer() as server:
         process = _replaying(server, made, records)
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == code, said
     assert f"interrupted by {number.name}; " in said
     run = read_run(records)
@@ -120,7 +120,7 @@ def test_a_killed_server(tmp_path: Path, load: Path) -> None:
     with CompletionsServer() as server:
         process = _replaying(server, made, records)
         server.close()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 1, said
     assert f"r.jsonl: nobody listens at {server.url}; start the server again, and run again" in said
     assert read_run(records).run.ended == f"nobody listens at {server.url}"
