@@ -38,8 +38,8 @@ def test_more_run_elsewhere() -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_one_raises_ends_all(jobs: int) -> None:
-    seen = []
+    seen: list[int] = []
+    done = each(_refuse, {number: (number,) for number in range(100)}, jobs)
     with pytest.raises(InputError, match="number: not three"):
-        for key, _ in each(_refuse, {number: (number,) for number in range(100)}, jobs):
-            seen.append(key)
+        seen.extend(key for key, _ in done)
     assert len(seen) < 50
