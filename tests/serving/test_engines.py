@@ -249,6 +249,23 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         assert not (tmp_path / "engine.log").exists()
 
 
+def test_another_program_that_takes_the_port_meanwhile_is_not_measured(tmp_path: Path, port: int) -> None:
+    late = Engine(
+        [sys.executable, "-c", "import time; time.sleep(60)"], port=port, log=tmp_path / "engine.log"
+    )
+    late.start()
+    try:
+        with engine(port, tmp_path / "other.log"):
+            with pytest.raises(
+                EngineError, match=rf"does not listen at port {port}: another program answers"
+            ):
+                late.wait_healthy()
+            assert late.trouble() == f"does not listen at port {port}: another program answers there"
+        assert late.trouble() == "no longer answers at /health"
+    finally:
+        late.stop()
+
+
 def test_no_such_program_and_no_log(tmp_path: Path, port: int) -> None:
     absent = Engine([str(tmp_path / "python")], port=port, log=tmp_path / "engine.log")
     with pytest.raises(UsageError, match=r"python: cannot be run \(No such file"), absent:
