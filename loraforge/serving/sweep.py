@@ -241,7 +241,9 @@ class _Runner:
         if not turn.up:
             self._add(start)
             return
-        trouble = _inactive(turn.arm, start.engines)
+        if not self._has_time(self._pass_s() + self._least_s(turn.pending)):
+            return
+        trouble = _inactive(turn.arm, start.engines) or _trouble(turn.engines)
         if trouble is None:
             turn, trouble = self._condition(turn)
         self._add(start.model_copy(update={"failure": trouble}))
@@ -430,17 +432,22 @@ class _Runner:
 
     def _fits(self, pending: Sequence[tuple[float, int, Stop]]) -> bool:
         """Whether there is time for a start and a point."""
-        return self._has_time(self._start_s() + min(self._point_s(rate) for rate, *_ in pending))
+        return self._has_time(self._start_s() + self._least_s(pending))
 
     def _has_time(self, needed_s: float) -> bool:
         return self.deadline is None or time.monotonic() + needed_s <= self.deadline
 
     def _start_s(self) -> float:
         """Seconds that a start will take, with the pass after it: the longest so far."""
-        healthy = max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0)
-        return healthy + (
-            self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
-        )
+        return max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0) + self._pass_s()
+
+    def _pass_s(self) -> float:
+        """Seconds that the pass after a start will take."""
+        return self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
+
+    def _least_s(self, pending: Sequence[tuple[float, int, Stop]]) -> float:
+        """Seconds that the shortest of some points will take."""
+        return min(self._point_s(rate) for rate, *_ in pending)
 
     def _point_s(self, rate: float) -> float:
         """Seconds that a point will take, with the pass before it."""

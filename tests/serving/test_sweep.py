@@ -206,28 +206,37 @@ def test_an_arm_that_does_not_start_leaves_the_one_abreast_alone(
     assert len(found.complete) == 6
 
 
-def test_an_engine_that_died_is_beside_nobody(
-    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("died", ["original_native", "spectral_loraforge"])
+def test_an_engine_that_died_ends_its_arm_and_not_the_one_abreast(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str
 ) -> None:
+    """As the first one serves and the second one idles."""
+    arms = ["original_native", "spectral_loraforge"]
     path = declare(
-        fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
+        fleets=1, abreast=2, arms=arms,
         conditioning="never", warmup=0, points=[{"rate": 20, "requests": 10, "seeds": [1]}],
     )  # fmt: skip
 
     def killing(*arguments: Any, before: Callable[[], None], **options: Any) -> Any:
         def kill() -> None:
             before()
-            for pid in servers(path, "original_native"):
+            for pid in servers(path, died):
                 os.kill(pid, signal.SIGKILL)
+                wait_for(lambda: not servers(path, died))
 
         return replay(*arguments, before=kill, **options)
 
     with monkeypatch.context() as during:
         during.setattr("loraforge.serving.sweep.replay", killing)
-        assert sweep(path).left == 1
+        outcome = sweep(path)
+    assert outcome.left == 1
+    assert len(outcome.problems) == 1
     found = read_sweep(tmp_path / "out")
-    assert [start.beside for start in found.starts] == [("spectral_loraforge",), ()]
-    assert [point.arm for point in found.complete] == ["spectral_loraforge"]
+    idle = died == "spectral_loraforge"
+    beside = [start.beside for start in found.starts]
+    assert beside == [("spectral_loraforge",), ("original_native",) if idle else ()]
+    assert [point.arm for point in found.complete] == [arm for arm in arms if arm != died]
+    assert found.starts[1].failure == ("the engine of f0 ended with SIGKILL" if idle else None)
     # what is finished later is started alone: its partner has nothing left to measure
     assert sweep(path).left == 0
     assert read_sweep(tmp_path / "out").starts[2].beside == ()
@@ -372,6 +381,28 @@ def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
     if when == "point":
         assert sweep(path).left == 0
         assert len(read_sweep(tmp_path / "out").complete) == 1
+
+
+def test_an_interrupt_ends_the_arms_abreast(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        "--token-s", "0.05", fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
+        points=[{"rate": 50, "requests": 20, "seeds": [1]}],
+    )  # fmt: skip
+    running = process(path)
+    wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
+    pids = servers(path)
+    assert len(pids) == 2
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 143, said
+    assert not [pid for pid in pids if exists(pid)]
+    assert [start.arm for start in read_sweep(tmp_path / "out").starts] == ["original_native"]
+    assert sweep(path).left == 0
+    starts = read_sweep(tmp_path / "out").starts
+    assert [(start.number, start.arm) for start in starts[1:]] == [
+        (1, "original_native"),
+        (2, "spectral_loraforge"),
+    ]
 
 
 def test_it_goes_on_where_it_was_cut_off(declare: Declare, tmp_path: Path) -> None:
