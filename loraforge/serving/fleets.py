@@ -192,8 +192,11 @@ def engine_config(
     root: Path,
     counters: Path,
     trace: Path | None = None,
+    *,
+    place: int = 0,
 ) -> EngineConfig:
-    """One fleet's engine in an arm. counters, trace: files that the plugin writes."""
+    """One fleet's engine in an arm. counters, trace: files that the plugin writes. place: of the arm among those that
+    are started together."""
     config, vllm = fleet.config, experiment.engine == "vllm"
     lora, hints = None, {}
     if arm.weights is not None and arm.execution is not None:
@@ -213,7 +216,7 @@ def engine_config(
         engine=experiment.engine,
         model=str(fleet.base),
         python=interpreter(experiment, root),
-        port=config.port,
+        port=config.port + place,
         context=config.context,
         running=config.running,
         kv_tokens=config.kv_tokens,

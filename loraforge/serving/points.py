@@ -74,16 +74,23 @@ class EngineState(_Record):
 
 
 class StartRecord(_Record):
-    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns."""
+    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns.
+
+    ``beside`` names the arms whose engines were started with them, and were up and idle while they served.
+    """
 
     record: Literal["start"] = "start"
     experiment: str
     arm: str
     number: int = Field(ge=0)
     started: str = Field(description="UTC, ISO 8601")
-    healthy_s: float | None = Field(description="seconds until all answered; null where one did not")
+    healthy_s: float | None = Field(
+        description="seconds until all answered, and those of arms before it that were started with them; null where"
+        " one did not"
+    )
     engines: dict[str, EngineState] = Field(description="by fleet")
     failure: str | None = Field(None, description="why the engines did not start; null where they did")
+    beside: tuple[str, ...] = ()
 
 
 class Window(_Record):

@@ -1,5 +1,6 @@
 """Run a serving experiment: an arm's engines are started once and serve all its points, arm after arm.
 
+Engines of several arms may be started together, where starts leave cores idle; their arms take turns all the same.
 Every arm replays the same hashed workloads. Around each timed window counters are read, never in it. What is measured
 is appended to ``records.jsonl`` at once: a run that ends in any way leaves a folder that the same command finishes.
 """
@@ -23,7 +24,7 @@ from loraforge.serving.admission import admission, read_trace
 from loraforge.serving.arms import Arm
 from loraforge.serving.client import Options, replay
 from loraforge.serving.counters import Counters, read_counters
-from loraforge.serving.engines import Engine, EngineError, serving
+from loraforge.serving.engines import Engine, EngineError, starting, stop_all
 from loraforge.serving.experiment import Experiment
 from loraforge.serving.fleets import (
     ServedFleet,
@@ -99,20 +100,22 @@ def run_sweep(
     chosen = [Arm.parse(name) for name in experiment.arms if arms is None or name in arms]
     with sole_writer(out):
         runner = _Runner(experiment, root, out, fleets, deadline)
-        for arm in chosen:
+        for arms_abreast in experiment.abreast_of(chosen):
             if runner.outcome.interrupted is None:
-                runner.run(arm)
+                runner.run(arms_abreast)
         runner.outcome.left = sum(len(runner.pending(arm)) for arm in chosen)
     return runner.outcome
 
 
 @dataclass(frozen=True)
 class _Running:
-    """An arm's engines while they serve, by fleet. traces: of their schedulers, where the experiment has any. untimed,
-    failed: requests of the pass after their start."""
+    """An arm's engines while they serve, by fleet. start: what is recorded of their start. pending: (rate, seed, stop)
+    of the points to measure. traces: of their schedulers, where the experiment has any. untimed, failed: requests of
+    the pass after their start."""
 
     arm: Arm
-    start: int
+    start: StartRecord
+    pending: Sequence[tuple[float, int, Stop]]
     engines: Mapping[str, Engine]
     counters: Mapping[str, Path]
     traces: Mapping[str, Path]
@@ -123,6 +126,11 @@ class _Running:
     def urls(self) -> dict[str, str]:
         """Where each fleet is served."""
         return {name: engine.url for name, engine in self.engines.items()}
+
+    @property
+    def up(self) -> bool:
+        """Whether its engines run: none does that did not become healthy."""
+        return all(engine.pid is not None for engine in self.engines.values())
 
 
 class _Runner:
@@ -160,14 +168,25 @@ class _Runner:
             if (self._case(arm, stop), rate, seed) not in known
         ]
 
-    def run(self, arm: Arm) -> None:
-        """Measure what is pending of an arm on one start of its engines."""
-        pending = self.pending(arm)
-        if not pending or not self._has_time(
-            self._start_s() + min(self._point_s(rate) for rate, *_ in pending)
-        ):
-            return
-        number = len(self.sweep.starts)
+    def run(self, arms: Sequence[Arm]) -> None:
+        """Measure what is pending of some arms, one after the other, on one start of the engines of all of them."""
+        chosen = [(arm, pending) for arm in arms if (pending := self.pending(arm)) and self._fits(pending)]
+        first = len(self.sweep.starts)
+        turns = [
+            self._turn(arm, pending, first + place, arms.index(arm))
+            for place, (arm, pending) in enumerate(chosen)
+        ]
+        clock = time.monotonic()
+        with starting([engine for turn in turns for engine in turn.engines.values()]):
+            turns = [self._wait(turn, clock) for turn in turns]
+            for turn in turns:
+                if self.outcome.interrupted is None:
+                    self._serve(turn, beside=[other for other in turns if other is not turn and other.up])
+
+    def _turn(
+        self, arm: Arm, pending: Sequence[tuple[float, int, Stop]], number: int, place: int
+    ) -> _Running:
+        """An arm's engines, which are to be started. place: of the arm among those abreast, which tells ports apart."""
         label = f"{number:03d}-{arm}"
         states = {name: state(self.experiment, fleet, arm) for name, fleet in self.fleets.items()}
         counters = {name: self.out / "counters" / f"{label}-{name}.json" for name in self.fleets}
@@ -180,55 +199,65 @@ class _Runner:
                 fleet,
                 arm,
                 states[name],
+                place,
                 counters[name],
                 traces.get(name),
                 self.out / "logs" / f"{label}-{name}.log",
             )
             for name, fleet in self.fleets.items()
         }
-        started, clock = _now(), time.monotonic()
         start = StartRecord(
             experiment=self.experiment.experiment,
             arm=arm.name,
             number=number,
-            started=started,
+            started=_now(),
             healthy_s=None,
             engines=states,
         )
         say(f"{arm}: start {', '.join(f'{name} {_words(states[name])}' for name in engines)}")
-        try:
-            with serving(list(engines.values())):
-                healthy_s = time.monotonic() - clock
-                start = start.model_copy(
-                    update={
-                        "healthy_s": healthy_s,
-                        "engines": {
-                            name: states[name].model_copy(update={"counters": read_counters(counters[name])})
-                            for name in states
-                        },
-                    }
-                )
-                say(f"{arm}: healthy after {healthy_s:.1f} s")
-                running = _Running(arm, number, engines, counters, traces)
-                trouble = _inactive(arm, start.engines)
-                if trouble is None:
-                    running, trouble = self._condition(running)
-                self._add(start.model_copy(update={"failure": trouble}))
-                if trouble is not None:
-                    self._note(f"{arm}: {trouble}")
-                    return
-                self._measure(running, pending)
-        except EngineError as error:
-            if any(known.number == number for known in self.sweep.starts):
-                raise  # engines that served and cannot be ended: nothing may be measured beside them
-            reason = anonymise(error.problem.partition("; the end of ")[0])
-            self._add(start.model_copy(update={"failure": reason}))
-            self.outcome.problems.append(f"{arm}: {error}")
+        return _Running(arm, start, pending, engines, counters, traces)
 
-    def _measure(self, running: _Running, pending: Sequence[tuple[float, int, Stop]]) -> None:
-        for rate, seed, stop in pending:
+    def _wait(self, turn: _Running, clock: float) -> _Running:
+        """Wait until an arm's engines are healthy; end those of one where any is not. clock: when they were started."""
+        try:
+            for engine in turn.engines.values():
+                engine.wait_healthy()
+        except EngineError as error:
+            stop_all(list(turn.engines.values()))
+            self.outcome.problems.append(f"{turn.arm}: {error}")
+            reason = anonymise(error.problem.partition("; the end of ")[0])
+            return replace(turn, start=turn.start.model_copy(update={"failure": reason}))
+        healthy_s = time.monotonic() - clock
+        say(f"{turn.arm}: healthy after {healthy_s:.1f} s")
+        engines = {
+            name: known.model_copy(update={"counters": read_counters(turn.counters[name])})
+            for name, known in turn.start.engines.items()
+        }
+        return replace(turn, start=turn.start.model_copy(update={"healthy_s": healthy_s, "engines": engines}))
+
+    def _serve(self, turn: _Running, beside: Sequence[_Running]) -> None:
+        """Record a start, and measure on it. beside: arms whose engines are up too, and idle."""
+        start = turn.start.model_copy(update={"beside": tuple(other.arm.name for other in beside)})
+        if not turn.up:
+            self._add(start)
+            return
+        if not self._has_time(self._pass_s() + self._least_s(turn.pending)):
+            return
+        trouble = _inactive(turn.arm, start.engines) or _trouble(turn.engines)
+        if trouble is None:
+            turn, trouble = self._condition(turn)
+        self._add(start.model_copy(update={"failure": trouble}))
+        if trouble is not None:
+            self._note(f"{turn.arm}: {trouble}")
+        elif self._measure(turn):
+            return
+        stop_all(list(turn.engines.values()))  # not to be idle beside the next one
+
+    def _measure(self, running: _Running) -> bool:
+        """Measure the points; whether none ended early."""
+        for rate, seed, stop in running.pending:
             if not self._has_time(self._point_s(rate)):
-                return
+                return True
             try:
                 workload = self._workload(rate, seed, stop)
             except InputError as error:
@@ -240,7 +269,8 @@ class _Runner:
             say(_line(point))
             if point.stopped is not None:
                 self._note(point.stopped)
-                return
+                return False
+        return True
 
     def _note(self, stopped: str) -> None:
         if "interrupted by " in stopped:
@@ -273,7 +303,7 @@ class _Runner:
         peaks = [window.after.peak_allocated_bytes for window in windows.values()]
         stopped = run.run.ended or _trouble(running.engines)
         admitted, untraced = _admissions(running.traces, run.run.started, ended)
-        name = f"requests/{running.start:03d}-{case}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
+        name = f"requests/{running.start.number:03d}-{case}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
         write_run(self.out / name, run)
         return PointRecord(
             experiment=self.experiment.experiment,
@@ -281,7 +311,7 @@ class _Runner:
             rate=hashes.rate,
             seed=hashes.seed,
             stop=stop if self.experiment.stops else None,
-            start=running.start,
+            start=running.start.number,
             figures=summarise(run),
             fleets={name: summarise(_of_fleet(run, name)) for name in running.engines},
             loads=sum(window.loads for window in windows.values()) if counted else None,
@@ -382,11 +412,12 @@ class _Runner:
         fleet: ServedFleet,
         arm: Arm,
         planned: EngineState,
+        place: int,
         counters: Path,
         trace: Path | None,
         log: Path,
     ) -> Engine:
-        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace)
+        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace, place=place)
         if (declared := fleet.config.command) is None:
             return Engine.of(config, log, start_s=self.experiment.start_s)
         line = [part.replace("{port}", str(config.port)).replace("{arm}", arm.name) for part in declared]
@@ -399,15 +430,24 @@ class _Runner:
         else:
             self.sweep = Sweep(self.sweep.setting, self.sweep.starts, (*self.sweep.points, record))
 
+    def _fits(self, pending: Sequence[tuple[float, int, Stop]]) -> bool:
+        """Whether there is time for a start and a point."""
+        return self._has_time(self._start_s() + self._least_s(pending))
+
     def _has_time(self, needed_s: float) -> bool:
         return self.deadline is None or time.monotonic() + needed_s <= self.deadline
 
     def _start_s(self) -> float:
         """Seconds that a start will take, with the pass after it: the longest so far."""
-        healthy = max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0)
-        return healthy + (
-            self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
-        )
+        return max((start.healthy_s or 0.0 for start in self.sweep.starts), default=0.0) + self._pass_s()
+
+    def _pass_s(self) -> float:
+        """Seconds that the pass after a start will take."""
+        return self._wall_s(self._heaviest()[0]) if self.experiment.conditioning == "start" else 0.0
+
+    def _least_s(self, pending: Sequence[tuple[float, int, Stop]]) -> float:
+        """Seconds that the shortest of some points will take."""
+        return min(self._point_s(rate) for rate, *_ in pending)
 
     def _point_s(self, rate: float) -> float:
         """Seconds that a point will take, with the pass before it."""

@@ -20,7 +20,7 @@ from server import CompletionsServer
 
 from loraforge.errors import OutputError, UsageError
 from loraforge.serving.client import Options, replay
-from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, is_free, serving
+from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, is_free, starting
 from loraforge.serving.metrics import failures
 from loraforge.serving.workload import make_workload
 
@@ -148,7 +148,7 @@ def test_a_starter_that_is_killed_leaves_no_engine(
     tmp_path: Path, vanish: list[int], how: signal.Signals
 ) -> None:
     starter = subprocess.Popen(
-        [sys.executable, "-c", _STARTER, str(_two_ports()), str(SERVER), str(tmp_path)],
+        [sys.executable, "-c", _STARTER, str(two_ports()), str(SERVER), str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
@@ -177,7 +177,7 @@ def test_a_server_that_ended_well_is_watched_no_more(tmp_path: Path, port: int, 
     assert guard.returncode == 0
 
 
-def _two_ports() -> int:
+def two_ports() -> int:
     """The first of two free ports that follow each other."""
     while True:
         first = free_port()
@@ -199,7 +199,9 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path: Path, port: int, vanish:
 def test_several_start_at_once_and_end_together(tmp_path: Path, vanish: list[int]) -> None:
     two = [engine(free_port(), tmp_path / f"{place}.log", "--start-s", "1.5") for place in range(2)]
     started = time.monotonic()
-    with serving(two):
+    with starting(two):
+        for one in two:
+            one.wait_healthy()
         vanish += [running.pid for running in two if running.pid is not None]
         assert len(vanish) == 2
         assert all(running.trouble() is None for running in two)
@@ -210,14 +212,14 @@ def test_several_start_at_once_and_end_together(tmp_path: Path, vanish: list[int
     assert time.monotonic() - started < 60
 
 
-def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+def test_one_that_does_not_start_leaves_the_others_to_the_block(tmp_path: Path) -> None:
     good = engine(free_port(), tmp_path / "good.log")
     bad = engine(free_port(), tmp_path / "bad.log", "--crash")
-    with (
-        pytest.raises(EngineError, match="ended with exit status 1 before it was healthy"),
-        serving([good, bad]),
-    ):
-        pass
+    with starting([good, bad]):
+        good.wait_healthy()
+        with pytest.raises(EngineError, match="ended with exit status 1 before it was healthy"):
+            bad.wait_healthy()
+        assert good.trouble() is None
     assert good.pid is None
 
 
@@ -225,7 +227,8 @@ def test_a_signal_waits_until_all_are_gone(tmp_path: Path, vanish: list[int]) ->
     stubborn = engine(free_port(), tmp_path / "engine.log", "--stubborn", stop_s=1.0)
 
     def end() -> None:
-        with serving([stubborn]):
+        with starting([stubborn]):
+            stubborn.wait_healthy()
             assert stubborn.pid is not None
             vanish.append(stubborn.pid)
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()  # while it is being ended
@@ -244,6 +247,23 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         ):
             pass
         assert not (tmp_path / "engine.log").exists()
+
+
+def test_another_program_that_takes_the_port_meanwhile_is_not_measured(tmp_path: Path, port: int) -> None:
+    late = Engine(
+        [sys.executable, "-c", "import time; time.sleep(60)"], port=port, log=tmp_path / "engine.log"
+    )
+    late.start()
+    try:
+        with engine(port, tmp_path / "other.log"):
+            with pytest.raises(
+                EngineError, match=rf"does not listen at port {port}: another program answers"
+            ):
+                late.wait_healthy()
+            assert late.trouble() == f"does not listen at port {port}: another program answers there"
+        assert late.trouble() == "no longer answers at /health"
+    finally:
+        late.stop()
 
 
 def test_no_such_program_and_no_log(tmp_path: Path, port: int) -> None:
@@ -266,6 +286,21 @@ def test_the_environment_reaches_it(tmp_path: Path, port: int) -> None:
     ):
         pass
     assert log.read_text() == "7 True\n"
+
+
+def test_numbers_of_threads_are_an_engines_own(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "16")  # as Snakemake does
+    log = tmp_path / "engine.log"
+    show = "import os; print(sorted(item for item in os.environ.items() if item[0].endswith('_NUM_THREADS')))"
+    with (
+        pytest.raises(EngineError, match="ended with exit status 0"),
+        Engine([sys.executable, "-c", show], port=port, log=log, env={"MKL_NUM_THREADS": "3"}),
+    ):
+        pass
+    assert log.read_text() == "[('MKL_NUM_THREADS', '3')]\n"
 
 
 def config(**changed: Any) -> EngineConfig:

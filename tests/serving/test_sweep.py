@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import pytest
 import yaml
 from adapter_folders import MakeAdapter
 from server import CompletionsServer
-from test_engines import exists, free_port
+from test_engines import exists, two_ports
 
 from loraforge.errors import InputError, OutputError, UsageError
 from loraforge.evidence.targets import TARGETS
 from loraforge.files import sha256_file, sole_writer
+from loraforge.serving.client import replay
 from loraforge.serving.experiment import Experiment, load_experiment
 from loraforge.serving.points import RECORDS, read_sweep
 from loraforge.serving.records import read_run
@@ -48,7 +50,7 @@ def declare(tmp_path: Path, make_adapter: MakeAdapter) -> Declare:
             declared[f"f{number}"] = {
                 "base": f"fleet{number}/base",
                 "adapters": {kind: f"fleet{number}/{kind}" for kind in ("original", "spectral")},
-                "port": free_port(),
+                "port": two_ports(),  # the second where arms are abreast
                 "context": 64,
                 "vocabulary": {"high": 100, "tokens": {"kind": "fixed", "tokens": 3}},
                 "output_tokens": {"kind": "uniform", "low": 2, "high": 5},
@@ -89,16 +91,23 @@ def process(path: Path, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def servers(path: Path) -> list[int]:
-    """Process ids of the servers of an experiment that run, found by their ports."""
-    ports = {str(fleet.port) for fleet in load_experiment(path).fleets.values()}
+def servers(path: Path, arm: str | None = None) -> list[int]:
+    """Process ids of the servers of an experiment, or of an arm, that run, found by their ports."""
+    experiment = load_experiment(path)
+    ports = {
+        str(fleet.port + place) for fleet in experiment.fleets.values() for place in range(experiment.abreast)
+    }
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_text().split("\0")
         except OSError:
             continue
-        if str(SERVER) in words and ports & set(words) and exists(int(entry.parent.name)):
+        if (
+            {str(SERVER), arm or str(SERVER)} <= set(words)
+            and ports & set(words)
+            and exists(int(entry.parent.name))
+        ):
             found.append(int(entry.parent.name))
     return found
 
@@ -144,6 +153,93 @@ def test_every_arm_serves_every_point_on_one_start(declare: Declare, tmp_path: P
     before = (tmp_path / "out" / RECORDS).read_bytes()
     assert sweep(path).left == 0  # nothing is measured twice, and no engine started
     assert (tmp_path / "out" / RECORDS).read_bytes() == before
+
+
+def test_arms_abreast_start_together_and_take_turns(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = declare(abreast=2, conditioning="start", warmup=0, stop="natural")
+    up: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        up.append(len(servers(path)))
+        return replay(*arguments, **options)
+
+    monkeypatch.setattr("loraforge.serving.sweep.replay", counted)
+    outcome = sweep(path)
+    assert (outcome.interrupted, outcome.problems, outcome.left) == (None, [], 0)
+    assert up == 8 * [4] + 4 * [2]  # a pass and three points an arm; two fleets of two arms, then of one
+    assert servers(path) == []
+    found = read_sweep(tmp_path / "out")
+    assert [(start.number, start.arm, start.beside) for start in found.starts] == [
+        (0, "original_native", ("spectral_loraforge",)),
+        (1, "spectral_loraforge", ("original_native",)),
+        (2, "base_only", ()),
+    ]
+    first, second, third = found.starts
+    assert first.healthy_s is not None
+    assert first.started <= second.started < found.points[0].started
+    spans = [(point.started, point.ended) for point in found.points]
+    assert [point.arm for point in found.points] == [start.arm for start in found.starts for _ in range(3)]
+    assert spans == sorted(spans)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))  # never two at once
+    assert third.started > spans[5][1]
+    runs = [read_run(tmp_path / "out" / point.requests) for point in found.points]
+    assert len({url for run in runs for url in run.run.urls.values()}) == 4
+
+
+@pytest.mark.parametrize("crashed", ["original_native", "spectral_loraforge"])
+def test_an_arm_that_does_not_start_leaves_the_one_abreast_alone(
+    declare: Declare, tmp_path: Path, crashed: str
+) -> None:
+    path = declare("--crash-as", crashed, fleets=1, abreast=2)
+    outcome = sweep(path)
+    assert outcome.left == 3
+    assert len(outcome.problems) == 1
+    assert servers(path) == []
+    found = read_sweep(tmp_path / "out")
+    served = ("original_native", "spectral_loraforge", "base_only")
+    assert [(start.arm, start.failure) for start in found.starts] == [
+        (arm, "ended with exit status 1 before it was healthy" if arm == crashed else None) for arm in served
+    ]
+    assert all(start.beside == () for start in found.starts if start.arm != crashed)
+    assert len(found.complete) == 6
+
+
+@pytest.mark.parametrize("died", ["original_native", "spectral_loraforge"])
+def test_an_engine_that_died_ends_its_arm_and_not_the_one_abreast(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str
+) -> None:
+    """As the first one serves and the second one idles."""
+    arms = ["original_native", "spectral_loraforge"]
+    path = declare(
+        fleets=1, abreast=2, arms=arms,
+        conditioning="never", warmup=0, points=[{"rate": 20, "requests": 10, "seeds": [1]}],
+    )  # fmt: skip
+
+    def killing(*arguments: Any, before: Callable[[], None], **options: Any) -> Any:
+        def kill() -> None:
+            before()
+            for pid in servers(path, died):
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda: not servers(path, died))
+
+        return replay(*arguments, before=kill, **options)
+
+    with monkeypatch.context() as during:
+        during.setattr("loraforge.serving.sweep.replay", killing)
+        outcome = sweep(path)
+    assert outcome.left == 1
+    assert len(outcome.problems) == 1
+    found = read_sweep(tmp_path / "out")
+    idle = died == "spectral_loraforge"
+    beside = [start.beside for start in found.starts]
+    assert beside == [("spectral_loraforge",), ("original_native",) if idle else ()]
+    assert [point.arm for point in found.complete] == [arm for arm in arms if arm != died]
+    assert found.starts[1].failure == ("the engine of f0 ended with SIGKILL" if idle else None)
+    # what is finished later is started alone: its partner has nothing left to measure
+    assert sweep(path).left == 0
+    assert read_sweep(tmp_path / "out").starts[2].beside == ()
 
 
 def test_every_way_to_end_answers_is_measured_on_one_start(declare: Declare, tmp_path: Path) -> None:
@@ -285,6 +381,28 @@ def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
     if when == "point":
         assert sweep(path).left == 0
         assert len(read_sweep(tmp_path / "out").complete) == 1
+
+
+def test_an_interrupt_ends_the_arms_abreast(declare: Declare, tmp_path: Path) -> None:
+    path = declare(
+        "--token-s", "0.05", fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
+        points=[{"rate": 50, "requests": 20, "seeds": [1]}],
+    )  # fmt: skip
+    running = process(path)
+    wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
+    pids = servers(path)
+    assert len(pids) == 2
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 143, said
+    assert not [pid for pid in pids if exists(pid)]
+    assert [start.arm for start in read_sweep(tmp_path / "out").starts] == ["original_native"]
+    assert sweep(path).left == 0
+    starts = read_sweep(tmp_path / "out").starts
+    assert [(start.number, start.arm) for start in starts[1:]] == [
+        (1, "original_native"),
+        (2, "spectral_loraforge"),
+    ]
 
 
 def test_it_goes_on_where_it_was_cut_off(declare: Declare, tmp_path: Path) -> None:
@@ -518,6 +636,10 @@ def test_the_declared_experiment_is_strict(declare: Declare) -> None:
     path = declare()
     assert isinstance(load_experiment(path), Experiment)
     declared = yaml.safe_load(path.read_text())
+    port = declared["fleets"]["f0"]["port"]
+    adjacent = {
+        name: fleet | {"port": port + place} for place, (name, fleet) in enumerate(declared["fleets"].items())
+    }
     for change, message in (
         ({"rates": [4]}, r"experiment.yaml: rates: Extra inputs"),
         ({"arms": ["spectral"]}, r"arms.0: .*'spectral' is no arm; write base_only, or"),
@@ -530,6 +652,12 @@ def test_the_declared_experiment_is_strict(declare: Declare) -> None:
             r"names rate 1.23457e\+06 twice",
         ),
         ({"fleets": {"a/b": declared["fleets"]["f0"]}}, r"fleets.a/b.*cannot be part of a file's name"),
+        ({"abreast": 2, "fleets": adjacent}, rf"names port {port + 1} twice"),
+        ({"abreast": 4}, r"has 3 arms, of which 4 cannot be abreast"),
+        (
+            {"abreast": 2, "fleets": {"f0": declared["fleets"]["f0"] | {"port": 65535}}},
+            r"needs port 65536, and",
+        ),
         ({"points": [{"rate": 0, "requests": 1, "seeds": [1]}]}, r"points.0.rate: .*greater than 0"),
     ):
         path.write_text(yaml.safe_dump(declared | change))

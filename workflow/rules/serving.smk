@@ -104,9 +104,7 @@ rule sweep_cpu:
         source=SWEEP_SOURCE + jit.source_hash("cpu"),
     message:
         "Serve on the processors"
-    # Snakemake sets the numbers of threads to the rule's, but the engine binds its own to cores and leaves one free: more threads than
-    # it has cores spin against each other, and it answers many times slower.
     shell:
-        "(env -u OMP_NUM_THREADS -u MKL_NUM_THREADS {params.python} -m loraforge bench sweep {input.sweep} -o {params.unfinished}"
+        "({params.python} -m loraforge bench sweep {input.sweep} -o {params.unfinished}"
         " && {params.python} -m loraforge evidence machine --out {params.machine}"
         " && mv {params.unfinished}/records.jsonl {output.records}) 2>&1 | tee {log}"
