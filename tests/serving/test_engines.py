@@ -255,12 +255,12 @@ def test_another_program_that_takes_the_port_meanwhile_is_not_measured(tmp_path:
     )
     late.start()
     try:
-        with engine(port, tmp_path / "other.log"):
+        with engine(port, tmp_path / "other.log") as other:
             with pytest.raises(
-                EngineError, match=rf"does not listen at port {port}: another program answers"
+                EngineError, match=rf"does not listen at port {port}: process {other.pid} answers"
             ):
                 late.wait_healthy()
-            assert late.trouble() == f"does not listen at port {port}: another program answers there"
+            assert late.trouble() == f"does not listen at port {port}: process {other.pid} answers there"
         assert late.trouble() == "no longer answers at /health"
     finally:
         late.stop()
