@@ -197,6 +197,58 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(
+    "name", ["fleet/adapter_config.json", "fleet/adapter_model.safetensors", "manifest.json", "prompts.jsonl"]
+)
+@pytest.mark.parametrize(
+    ("command", "option", "kind"),
+    [
+        (("allocate", "--budget", "1/2"), "-o", "allocation file"),
+        (("allocate", "--budget", "1/2", "-o", "k.json"), "--records", "file of records"),
+        (("factor",), "--records", "file of records"),
+    ],
+)
+def test_no_file_of_another_kind_is_written_over(
+    tmp_path: Path,
+    make_adapter: MakeAdapter,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    option: str,
+    kind: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_adapter(tmp_path / "fleet")
+    (tmp_path / "manifest.json").write_text('{"schema": "loraforge.manifest/1"}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "fleet", "--cache", "cache", option, name])
+    assert caught.value.code == 5
+    error = f"error: {name}: exists and is no {kind}; choose another name, or remove it\n"
+    assert capsys.readouterr().err == error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_outputs_of_their_own_kind_are_written_over(
+    tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, ranks, records = make_adapter(tmp_path / "fleet"), tmp_path / "ranks", tmp_path / "records"
+    allocate = ("allocate", folder, "--budget", "1/2", "--cache", tmp_path / "cache", "-o", ranks)
+    records.touch()  # an empty file is nobody's
+    for command, code in (
+        ((*allocate, "--records", records), 0),
+        (("factor", folder, "--cache", tmp_path / "cache", "--records", records), 0),
+        ((*allocate, "--records", records), 0),
+        ((*allocate, "--records", ranks), 2),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([str(word) for word in command])
+        assert caught.value.code == code
+    assert "error: --records: is the allocation file, too; name another file\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("number", "code", "words"),
     [(signal.SIGINT, 130, "interrupted; run the same command again to resume"), (signal.SIGTERM, 143, "")],
 )
