@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -283,3 +284,19 @@ def test_a_run_that_is_stopped_within_an_import_raises_nothing_there(tmp_path: P
         "sys.path.insert(0, sys.argv[1])\nimport module"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == 143
+
+
+@pytest.mark.parametrize(
+    "how", [["-m", "loraforge"], ["-c", "from {0} import {1}; {1}()"]], ids=["-m", "script"]
+)
+def test_an_interrupt_within_the_first_imports_is_no_traceback(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    root = Path(__file__).resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    entry = project["scripts"]["loraforge"].split(":")
+    done = subprocess.run(
+        [sys.executable, *(word.format(*entry) for word in how), "doctor"],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
