@@ -333,6 +333,12 @@ def refuse_non_empty(path: Path, *, force: bool) -> None:
         _require_writable_parent(path.resolve(), path)
 
 
+def refuse_folder(path: Path, kept: Iterable[Path | None], *, force: bool) -> None:
+    """Raise OutputError as :func:`refuse_non_empty` and :func:`refuse_to_replace` do; None is nothing to keep."""
+    refuse_non_empty(path, force=force)
+    refuse_to_replace(path, [other for other in kept if other is not None])
+
+
 def refuse_unwritable(path: Path) -> None:
     """Raise OutputError where no file can be put at ``path``, so that this is known before any work.
 
