@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,8 @@ from adapter_folders import MakeAdapter
 from loraforge import __version__
 from loraforge.cli import EXIT_CODES, app, main
 from loraforge.errors import LoraForgeError
+from loraforge.evidence.targets import TARGETS
+from loraforge.figures import FIGURES
 
 
 def commands(command: object, name: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -49,6 +51,17 @@ def test_help_reads_alike(
     for line in re.findall(r"^  (?:-\S+|\S+ <).*?  +(\S.*)", text, re.MULTILINE):
         assert line.startswith(("Show ", "Install ", "JSON", "NAME=")) or line[0].islower(), line
     assert "..." not in text.partition("\nCommands:")[2], "a summary is cut off"
+
+
+@pytest.mark.parametrize(
+    ("command", "names"), [(("evidence", "bag"), TARGETS), (("figure",), FIGURES)], ids=["bag", "figure"]
+)
+def test_help_names_all_that_there_is(
+    command: tuple[str, ...], names: Iterable[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert " ".join(capsys.readouterr().out.split()).count(", ".join(names)) == 1
 
 
 def test_every_command_is_covered() -> None:
