@@ -30,7 +30,7 @@ _BUSY_S = 0.05
 
 @dataclass(frozen=True)
 class Stored:
-    """A file in the store; ``fetched``: by who says so, and not found there."""
+    """A file in the store; ``fetched``: whether it came by the call that gives this, and was not found there."""
 
     sha256: str
     bytes: int
