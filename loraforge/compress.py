@@ -21,7 +21,7 @@ from loraforge.export.writer import export_fleet
 from loraforge.factor import gpu
 from loraforge.factor.fleet import factorise_fleet
 from loraforge.factor.stages import Stages
-from loraforge.files import refuse_non_empty, refuse_to_replace, scratch_folder
+from loraforge.files import refuse_folder, refuse_to_replace, scratch_folder
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_io import Adapter
@@ -55,6 +55,7 @@ class Compressed:
     seconds: dict[str, float]
 
 
+@uncollected()
 def compress(
     source: Sequence[Path],
     budget: Budget,
@@ -81,28 +82,7 @@ def compress(
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
-    with uncollected():
-        return _compress(source, budget, out, cache, policy, layouts, dtype, force, devices, options, moments)
-
-
-def _compress(
-    source: Sequence[Path],
-    budget: Budget,
-    out: Path,
-    cache: Path | None,
-    policy: Policy,
-    layouts: Sequence[Layout],
-    dtype: str,
-    force: bool,
-    devices: Sequence[str],
-    options: ReadOptions,
-    moments: Path | None,
-) -> Compressed:
-    require_moments(policy, moments)
-    known = None if moments is None else load_moments(moments)
-    width = DTYPES[parse_dtype(dtype)]
-    refuse_non_empty(Path(out), force=force)
-    refuse_to_replace(out, [*source] if cache is None else [*source, cache])
+    known, width = check_request(source, out, cache, policy, dtype, force, moments)
     stages = Stages()
     with stages("verify"):
         fleet = open_source(source, options)
@@ -118,6 +98,28 @@ def _compress(
             )
         stages.add("export", before + stages.seconds["export"] - sum(stages.seconds.values()))
     return Compressed(manifest, choice, stages.seconds)
+
+
+def check_request(
+    source: Sequence[Path],
+    out: Path,
+    cache: Path | None,
+    policy: Policy,
+    dtype: str,
+    force: bool,
+    moments: Path | None,
+) -> tuple[Moments | None, int | None]:
+    """All of a request that can be wrong before its fleet is opened; gives the moments that ``policy`` measures by, and
+    bytes of an exported parameter (None where each keeps its own dtype).
+
+    Raises UsageError for moments of another norm and an unknown dtype, InputError and IntegrityError for a file of
+    moments that is none or has changed, OutputError for an output that cannot be.
+    """
+    require_moments(policy, moments)
+    known = None if moments is None else load_moments(moments)
+    width = DTYPES[parse_dtype(dtype)]
+    refuse_folder(out, [*source, cache], force=force)
+    return known, width
 
 
 def choose(

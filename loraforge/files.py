@@ -20,6 +20,7 @@ from typing import Any
 from loraforge.errors import InputError, LoraForgeError, OutputError
 
 _CHUNK = 1 << 20
+_LONGEST = 128  # bytes of a name that temporary ones repeat, with 14 more: 255 are taken mostly, 143 at least
 _STARTED = time.time()  # of this process, nearly
 # it can be read by setting it only, which threads that write at once would do to each other
 os.umask(_UMASK := os.umask(0))
@@ -134,7 +135,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     lock: int | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f"{_stem(path)}.", suffix=".tmp", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         lock = _lock(temporary)
@@ -212,12 +213,12 @@ def scratch_folder(place: Path) -> Iterator[Path]:
     Raises OutputError where none can be made.
     """
     # named here, not by tempfile: a signal may come as soon as the folder is made
-    temporary = place.parent / f".{place.name}.{secrets.token_hex(4)}.tmp"
+    temporary = place.parent / f"{_stem(place)}.{secrets.token_hex(4)}.tmp"
     lock: int | None = None
     try:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            _sweep(place.parent, rf"\.{re.escape(place.name)}", shutil.rmtree)
+            _sweep(place.parent, re.escape(_stem(place)), shutil.rmtree)
             temporary.mkdir(mode=0o700)
             lock = _lock(temporary)
         except OSError as error:
@@ -256,6 +257,12 @@ def sole_writer(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _stem(path: Path) -> str:
+    """What temporary names of ``path`` begin with: its name, or where a file system may not take more, a hash of it."""
+    name = os.fsencode(path.name)
+    return f".{path.name if len(name) <= _LONGEST else hashlib.sha256(name).hexdigest()}"
+
+
 def _lock(path: Path) -> int | None:
     """Lock a file or folder until the descriptor is closed, by its process's death too; None where it is locked
     already, or where the file system has no locks."""
@@ -290,7 +297,7 @@ def _put_in_place(new: Path, place: Path) -> None:
     if not place.exists():
         os.replace(new, place)
         return
-    retired = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".old", dir=place.parent))
+    retired = Path(tempfile.mkdtemp(prefix=f"{_stem(place)}.", suffix=".old", dir=place.parent))
     try:
         os.replace(place, retired / "old")
         os.replace(new, place)
@@ -324,6 +331,12 @@ def refuse_non_empty(path: Path, *, force: bool) -> None:
         elif path.exists():
             raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
         _require_writable_parent(path.resolve(), path)
+
+
+def refuse_folder(path: Path, kept: Iterable[Path | None], *, force: bool) -> None:
+    """Raise OutputError as :func:`refuse_non_empty` and :func:`refuse_to_replace` do; None is nothing to keep."""
+    refuse_non_empty(path, force=force)
+    refuse_to_replace(path, [other for other in kept if other is not None])
 
 
 def refuse_unwritable(path: Path) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from loraforge.activation.entries import entry_key, require_moments
-from loraforge.activation.moments import Moments, load_moments
+from loraforge.activation.entries import entry_key
+from loraforge.activation.moments import Moments
 from loraforge.allocate.budget import Budget
 from loraforge.allocate.problem import Floats
-from loraforge.compress import Choice, choose, widest
+from loraforge.compress import Choice, check_request, choose, widest
 from loraforge.config import Layout, Policy
 from loraforge.export.directions import every_row, keep_factors
-from loraforge.export.options import DTYPES, LAYOUTS, parse_dtype
+from loraforge.export.options import LAYOUTS
 from loraforge.export.sizes import weight_bytes
 from loraforge.factor.batch import Batch
 from loraforge.factor.cache import CachedAdapter, find
@@ -33,7 +33,7 @@ from loraforge.factor.engine import construct, factorise_adapter, group_by_shape
 from loraforge.factor.fleet import hash_weights
 from loraforge.factor.pool import Pool, worker_pool
 from loraforge.factor.stages import Stages
-from loraforge.files import refuse_non_empty, refuse_to_replace
+from loraforge.files import refuse_to_replace
 from loraforge.fleet.lock import fleet_name
 from loraforge.fleet.options import DEFAULT, ReadOptions
 from loraforge.fleet.peft_io import Adapter, FactorReader, LoraModule, open_fleet
@@ -111,12 +111,8 @@ def preview(
     Writes nothing, fetches nothing (InputError where a lock names what the user's store lacks), and raises what that
     would raise before it writes: of an output that cannot be, a budget, an input.
     """
-    require_moments(policy, moments)
-    known = None if moments is None else load_moments(moments)
-    width = DTYPES[parse_dtype(dtype)]
+    known, width = check_request(source, out, cache, policy, dtype, force, moments)
     target = None if dtype == "source" else getattr(torch, dtype)
-    refuse_non_empty(Path(out), force=force)
-    refuse_to_replace(out, [*source] if cache is None else [*source, cache])
     stages = Stages()
     with stages("verify"):
         lock = lock_among(source)

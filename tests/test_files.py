@@ -169,6 +169,24 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     live.wait()
 
 
+@pytest.mark.parametrize("name", ["z" * 255, "é" * 127])
+def test_names_as_long_as_the_file_system_takes(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    files.write_text(out, "file")
+    out.unlink()
+    for number in (1, 2):
+        with atomic_folder(out, force=True) as temporary:
+            (temporary / str(number)).touch()
+    assert names(out) == ["2"]
+    with files.scratch_folder(out) as scratch:
+        other = scratch.with_name(scratch.name.replace(".tmp", "")[:-8] + "abcdefgh.tmp")
+    other.mkdir()  # as a killed run leaves it
+    os.utime(other, (0, 0))
+    with atomic_folder(out, force=True):
+        pass
+    assert names(tmp_path) == [name]
+
+
 def test_so_do_half_written_files_where_they_are_swept(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom loraforge.files import atomic_path\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -73,8 +74,10 @@ def allocate(
     """Choose the retained rank of every module; factorise what the cache lacks."""
     from loraforge.allocate.budget import floor_warning, parse_budget
     from loraforge.allocate.options import Options, load_traffic, parse_cost, parse_share
+    from loraforge.cli.outputs import refuse_allocation, refuse_records
+    from loraforge.errors import UsageError
     from loraforge.export.options import DTYPES, parse_dtype, parse_method, parse_policy
-    from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.files import write_jsonl
 
     # everything that the command line alone can get wrong, before torch is imported
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
@@ -90,9 +93,11 @@ def allocate(
         fused=fused,
         cost=parse_cost(cost, width or 2),
     )
-    for path in (out, records):
-        if path is not None:
-            refuse_unwritable(path)
+    refuse_allocation(out)
+    if records is not None:
+        if os.path.realpath(records) == os.path.realpath(out):
+            raise UsageError("is the allocation file, too", key="--records", remedy="name another file")
+        refuse_records(records)
 
     from loraforge.activation.entries import entries_of, require_moments
     from loraforge.activation.moments import load_moments

@@ -85,15 +85,14 @@ def compress(
     from loraforge.allocate.budget import parse_budget
     from loraforge.errors import UsageError
     from loraforge.export.options import parse_dtype, parse_layouts, parse_policy
-    from loraforge.files import refuse_non_empty, refuse_to_replace
+    from loraforge.files import refuse_folder
 
     # everything that the command line alone can get wrong, before torch is imported
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
     chosen, layouts = parse_policy(policy), parse_layouts(layout)
     parse_dtype(dtype)
-    refuse_non_empty(out, force=force)
     kept = None if no_cache else cache
-    refuse_to_replace(out, [*source] if kept is None else [*source, kept])
+    refuse_folder(out, [*source, kept], force=force)
     if report is not None:
         if dry_run:
             raise UsageError("a dry run writes nothing", key="--report", remedy="leave out one of the two")
@@ -102,40 +101,26 @@ def compress(
     from loraforge.factor.gpu import device_names
     from loraforge.fleet.options import ReadOptions
 
-    names, options = device_names(devices), ReadOptions(allow_pickle=allow_pickle, base=base)
+    names = device_names(devices)
+    asked: dict[str, Any] = {
+        "cache": kept,
+        "policy": chosen,
+        "layouts": layouts,
+        "dtype": dtype,
+        "force": force,
+        "options": ReadOptions(allow_pickle=allow_pickle, base=base),
+        "moments": moments,
+    }
     if dry_run:
         from loraforge.preview import preview
 
-        planned = preview(
-            source,
-            wanted,
-            out,
-            cache=kept,
-            policy=chosen,
-            layouts=layouts,
-            dtype=dtype,
-            force=force,
-            options=options,
-            moments=moments,
-        )
+        planned = preview(source, wanted, out, **asked)
         _say_object(preview_object(planned, out)) if json_ else show_preview(planned, out)
         return
 
     from loraforge.compress import compress as run
 
-    result = run(
-        source,
-        wanted,
-        out,
-        cache=kept,
-        policy=chosen,
-        layouts=layouts,
-        dtype=dtype,
-        force=force,
-        devices=names,
-        options=options,
-        moments=moments,
-    )
+    result = run(source, wanted, out, **asked, devices=names)
     if report is not None:
         from loraforge.report import write_report
 

@@ -35,14 +35,13 @@ def cts(
     from loraforge.allocate.budget import parse_budget
     from loraforge.cts.accounting import Variant
     from loraforge.export.options import choose
-    from loraforge.files import refuse_non_empty, refuse_to_replace
+    from loraforge.files import refuse_folder
 
     wanted = parse_budget(budget)
     kind: Variant = choose("variant", variant, get_args(Variant))
     power = choose("steps", steps, ("exact", "power")) == "power"
     width = choose("precision", precision, ("float32", "float64"))
-    refuse_non_empty(out, force=force)
-    refuse_to_replace(out, source)
+    refuse_folder(out, source, force=force)
 
     from loraforge.cts.export import compress_jointly
     from loraforge.fleet.lock import fleet_name

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from loraforge.errors import InputError, UsageError
+from loraforge.evidence.targets import TARGETS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,13 +22,7 @@ def _evidence() -> None:
 def bag(
     target: Annotated[
         str,
-        typer.Argument(
-            help="spectra, allocation, recompression, quality, quality_selection, quality_study,"
-            " end_to_end_compression, shrink_ablation, expand_ablation, dispatch, cpu_ops, scale, mixed_serving_vllm,"
-            " mixed_serving_sglang, six_cell, fixed_work, residency, stopping_contract, single_fleet, adapters_500,"
-            " cpu_serving or reader_fuzz",
-            show_default=False,
-        ),
+        typer.Argument(help=", ".join(TARGETS), show_default=False),
     ],
     records: Annotated[
         list[Path], typer.Option(help="records of the run (JSON Lines); may be repeated", show_default=False)

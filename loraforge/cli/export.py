@@ -37,13 +37,12 @@ def export(
     """Write PEFT folders and the retained-rank manifest; factorise what the cache lacks."""
     from loraforge.allocate.allocation import load_allocation
     from loraforge.export.options import parse_dtype, parse_layouts, parse_method
-    from loraforge.files import refuse_non_empty, refuse_to_replace
+    from loraforge.files import refuse_folder
     from loraforge.progress import say
 
     chosen, layouts = parse_method(method), parse_layouts(layout)
     parse_dtype(dtype)
-    refuse_non_empty(out, force=force)
-    refuse_to_replace(out, [allocation, *source, cache])
+    refuse_folder(out, [allocation, *source, cache], force=force)
 
     from loraforge.activation.entries import entries_of, require_moments, source_of
     from loraforge.activation.moments import load_moments

@@ -37,13 +37,14 @@ def factor(
     base: BaseFolder = None,
 ) -> None:
     """Build the cache of ordered factors and spectra; only what is missing is computed."""
+    from loraforge.cli.outputs import refuse_records
     from loraforge.export.options import parse_keep, parse_method
-    from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.files import write_jsonl
     from loraforge.fleet.parts import parse_part
 
     chosen, kept, share = parse_method(method), parse_keep(keep), parse_part(part)
     if records is not None:
-        refuse_unwritable(records)
+        refuse_records(records)
 
     from loraforge.factor.gpu import device_names
     from loraforge.factor.spectra import spectra_records

@@ -93,9 +93,10 @@ def fetch(
 
     done = fetch_fleet(load_lock(lock), lock, connections=connections, offline=offline, rehash=True)
     verified = rehash(lock)
+    others = f", {done.others} by other processes" if done.others else ""
     say(
-        f"{lock}: {len(verified.adapters)} adapters as locked; {done.files} files fetched ({done.bytes / 1e6:.1f} MB), "
-        f"{done.present} in the store before"
+        f"{lock}: {len(verified.adapters)} adapters as locked; {done.files} files fetched ({done.bytes / 1e6:.1f} MB)"
+        f"{others}, {done.present} in the store before"
     )
 
 

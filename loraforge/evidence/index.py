@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loraforge.errors import InputError
 from loraforge.evidence.bag import Bag, find_bags, split_name
 from loraforge.files import sha256_file, write_text
 
@@ -52,6 +53,19 @@ def parse(text: str) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
         else:
             raise ValueError(f"line {number} is not an entry of the index")
     return hashes, current
+
+
+def current_bags(root: Path) -> dict[tuple[str, str], str]:
+    """Name of the current bag by target and host. Raises InputError where ``root`` has no index that can be read."""
+    path = Path(root) / INDEX
+    try:
+        return parse(path.read_bytes().decode())[1]
+    except FileNotFoundError as error:
+        remedy = f"restore the evidence, or write its index with `loraforge evidence index {root}`"
+        raise InputError("the index of the evidence is missing", path=path, remedy=remedy) from error
+    except (OSError, ValueError) as error:
+        remedy = f"write it anew with `loraforge evidence index {root}`"
+        raise InputError(f"not a readable index ({error})", path=path, remedy=remedy) from error
 
 
 def problems(root: Path) -> list[tuple[Path, str]]:

@@ -47,12 +47,10 @@ def action_error(
     ordered_a: A = S^1/2 V^T [k, d_in] of the factor cache.
     exported: A [k, d_in] and B [d_out, k] as written.
     """
-    a, b = (factor.double() for factor in original)
-    out_a, out_b = (factor.double() for factor in exported)
-    x = probes(a.shape[1])
+    a, b, x, found = _on_probes(original, exported)
     directions = leading_right_directions(ordered_a)
     wanted = scale * (b @ (a @ (directions.T @ (directions @ x))))
-    return relative_error(out_b @ (out_a @ x), wanted)
+    return relative_error(found, wanted)
 
 
 def output_action_error(
@@ -67,12 +65,10 @@ def output_action_error(
     ----------
     ordered_b: B = U g [d_out, k] with orthogonal columns, as :mod:`loraforge.activation.whitened` makes it.
     """
-    a, b = (factor.double() for factor in original)
-    out_a, out_b = (factor.double() for factor in exported)
-    x = probes(a.shape[1])
+    a, b, x, found = _on_probes(original, exported)
     directions = leading_right_directions(ordered_b.mT)
     wanted = scale * (directions.mT @ ((directions @ b) @ (a @ x)))
-    return relative_error(out_b @ (out_a @ x), wanted)
+    return relative_error(found, wanted)
 
 
 def oblique_action_error(
@@ -88,14 +84,22 @@ def oblique_action_error(
     ordered_a: all rows A' [r, d_in], linearly independent, as :mod:`loraforge.activation.fisher` makes them. With
         A'^+ their pseudo-inverse, s B A A'^+ is B', whose k first columns are taken from the original factors so.
     """
+    a, b, x, found = _on_probes(original, exported)
+    rows = leading_right_directions(ordered_a)
+    q, r = torch.linalg.qr(rows.mT)
+    kept = torch.arange(len(rows)) < len(exported[0])
+    coordinates = torch.linalg.solve_triangular(r.mT, (rows @ x) * kept[:, None], upper=False)
+    return relative_error(found, scale * (b @ (a @ (q @ coordinates))))
+
+
+def _on_probes(
+    original: tuple[torch.Tensor, torch.Tensor], exported: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The original factors in FP64, the probes x, and what the exported factors make of them: A, B, x, W x."""
     a, b = (factor.double() for factor in original)
     out_a, out_b = (factor.double() for factor in exported)
     x = probes(a.shape[1])
-    rows = leading_right_directions(ordered_a)
-    q, r = torch.linalg.qr(rows.mT)
-    kept = torch.arange(len(rows)) < len(out_a)
-    coordinates = torch.linalg.solve_triangular(r.mT, (rows @ x) * kept[:, None], upper=False)
-    return relative_error(out_b @ (out_a @ x), scale * (b @ (a @ (q @ coordinates))))
+    return a, b, x, out_b @ (out_a @ x)
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

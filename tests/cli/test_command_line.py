@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from adapter_folders import MakeAdapter
 from loraforge import __version__
 from loraforge.cli import EXIT_CODES, app, main
 from loraforge.errors import LoraForgeError
+from loraforge.evidence.targets import TARGETS
+from loraforge.figures import FIGURES
 
 
 def commands(command: object, name: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -48,6 +51,17 @@ def test_help_reads_alike(
     for line in re.findall(r"^  (?:-\S+|\S+ <).*?  +(\S.*)", text, re.MULTILINE):
         assert line.startswith(("Show ", "Install ", "JSON", "NAME=")) or line[0].islower(), line
     assert "..." not in text.partition("\nCommands:")[2], "a summary is cut off"
+
+
+@pytest.mark.parametrize(
+    ("command", "names"), [(("evidence", "bag"), TARGETS), (("figure",), FIGURES)], ids=["bag", "figure"]
+)
+def test_help_names_all_that_there_is(
+    command: tuple[str, ...], names: Iterable[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert " ".join(capsys.readouterr().out.split()).count(", ".join(names)) == 1
 
 
 def test_every_command_is_covered() -> None:
@@ -197,6 +211,58 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(
+    "name", ["fleet/adapter_config.json", "fleet/adapter_model.safetensors", "manifest.json", "prompts.jsonl"]
+)
+@pytest.mark.parametrize(
+    ("command", "option", "kind"),
+    [
+        (("allocate", "--budget", "1/2"), "-o", "allocation file"),
+        (("allocate", "--budget", "1/2", "-o", "k.json"), "--records", "file of records"),
+        (("factor",), "--records", "file of records"),
+    ],
+)
+def test_no_file_of_another_kind_is_written_over(
+    tmp_path: Path,
+    make_adapter: MakeAdapter,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    option: str,
+    kind: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_adapter(tmp_path / "fleet")
+    (tmp_path / "manifest.json").write_text('{"schema": "loraforge.manifest/1"}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "fleet", "--cache", "cache", option, name])
+    assert caught.value.code == 5
+    error = f"error: {name}: exists and is no {kind}; choose another name, or remove it\n"
+    assert capsys.readouterr().err == error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_outputs_of_their_own_kind_are_written_over(
+    tmp_path: Path, make_adapter: MakeAdapter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, ranks, records = make_adapter(tmp_path / "fleet"), tmp_path / "ranks", tmp_path / "records"
+    allocate = ("allocate", folder, "--budget", "1/2", "--cache", tmp_path / "cache", "-o", ranks)
+    records.touch()  # an empty file is nobody's
+    for command, code in (
+        ((*allocate, "--records", records), 0),
+        (("factor", folder, "--cache", tmp_path / "cache", "--records", records), 0),
+        ((*allocate, "--records", records), 0),
+        ((*allocate, "--records", ranks), 2),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([str(word) for word in command])
+        assert caught.value.code == code
+    assert "error: --records: is the allocation file, too; name another file\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("number", "code", "words"),
     [(signal.SIGINT, 130, "interrupted; run the same command again to resume"), (signal.SIGTERM, 143, "")],
 )
@@ -231,3 +297,19 @@ def test_a_run_that_is_stopped_within_an_import_raises_nothing_there(tmp_path: P
         "sys.path.insert(0, sys.argv[1])\nimport module"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == 143
+
+
+@pytest.mark.parametrize(
+    "how", [["-m", "loraforge"], ["-c", "from {0} import {1}; {1}()"]], ids=["-m", "script"]
+)
+def test_an_interrupt_within_the_first_imports_is_no_traceback(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    root = Path(__file__).resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    entry = project["scripts"]["loraforge"].split(":")
+    done = subprocess.run(
+        [sys.executable, *(word.format(*entry) for word in how), "doctor"],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -17,9 +17,9 @@ from study import CONFIG, DATE, Study, invoke
 from synthetic_serving import SGLANG
 from typer.testing import Result
 
-from loraforge.errors import IntegrityError, LoraForgeError, OutputError
+from loraforge.errors import InputError, IntegrityError, LoraForgeError, OutputError
 from loraforge.evidence.bag import PAYLOAD, Bag, open_bag
-from loraforge.evidence.index import write_index
+from loraforge.evidence.index import current_bags, write_index
 from loraforge.evidence.promote import promote
 from loraforge.evidence.targets import TARGETS
 
@@ -203,6 +203,18 @@ def test_newer_bag_supersedes(study: Study, tmp_path: Path) -> None:
     assert "recompression/20261129-cpu2/tagmanifest-sha256.txt" in text
     assert invoke("evidence", "index", study.evidence, "--check").exit_code == 0
     assert study.audit().exit_code == 0
+
+
+def test_current_bags_need_an_index(study: Study) -> None:
+    assert current_bags(study.evidence)["spectra", "cpu2"].endswith("-cpu2")
+    index = study.evidence / "INDEX.sha256"
+    index.write_text("strange\n")
+    with pytest.raises(InputError, match=r"INDEX.sha256: not a readable index \(line 1 is not an entry"):
+        current_bags(study.evidence)
+    index.unlink()
+    remedy = f"or write its index with `loraforge evidence index {study.evidence}`$"
+    with pytest.raises(InputError, match=f"INDEX.sha256: the index of the evidence is missing; .*{remedy}"):
+        current_bags(study.evidence)
 
 
 def test_index_check_names_what_is_wrong(study: Study) -> None:

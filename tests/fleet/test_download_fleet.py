@@ -6,12 +6,14 @@ import hashlib
 import io
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,8 +160,12 @@ def test_lock_fetch_open(mixed: Path, hub: HubServer, tmp_path: Path) -> None:
     assert not hub.asked("/api/models")  # what is locked needs no question
     count = len(hub.requests)
     assert [adapter.name for adapter in resolve_fleet(lock)] == list("abcdef")
-    assert fetch_fleet(locked, lock) == Fetched(0, 0, 11)
+    assert fetch_fleet(locked, lock) == Fetched(0, 0, 11, 0)
     assert len(hub.requests) == count
+    empty()
+    fetched = fetch_fleet(locked, lock)  # single files, and members of an archive
+    stored = {f.sha256: f.bytes for adapter in locked.adapters[1:] for f in adapter.files}
+    assert fetched == Fetched(len(stored), sum(stored.values()), 0, 0)
     assert locked.local_files(lock) == [
         tmp_path / "here" / "a" / file.name for file in locked.adapters[0].files
     ]
@@ -548,6 +554,30 @@ def test_eight_processes_fetch_each_byte_once(large: Path, hub: HubServer) -> No
     assert sum(request.sent for request in hub.requests) == size_of(load_lock(large))
     assert not list(store().partial.iterdir())
     assert len(list((store().root / "snapshots").iterdir())) == 3
+    counted = [int(n) for text in said for n in re.findall(r"as locked; (\d+) files fetched", text)]
+    assert len(counted) == 8
+    assert sum(counted) == len(list(store().blobs.iterdir()))
+
+
+def test_what_another_process_fetched_meanwhile_is_counted_apart(large: Path) -> None:
+    """This test is the other process: it holds a file that is under way, and finishes it."""
+    lock = load_lock(large)
+    theirs = lock.adapters[0].files[-1]
+    files = {file.sha256: file.bytes for adapter in lock.adapters for file in adapter.files}
+    fetch_fleet(lock, large)
+    data = store().blob(theirs.sha256).read_bytes()
+    empty()
+    with ThreadPoolExecutor() as pool:
+        with part.hold(store().partial / f"{theirs.sha256}.part", theirs.bytes) as held:
+            assert held is not None
+            running = pool.submit(fetch_fleet, lock, large)
+            while not running.done() and not (store().blobs.is_dir() and any(store().blobs.iterdir())):
+                time.sleep(0.01)  # until it has seen what is lacking
+            held.write(0, data)
+            held.finish(store().blob(theirs.sha256))
+        done = running.result()
+    assert (done.files, done.others, done.present) == (len(files) - 1, 1, 0)
+    assert done.bytes == sum(files.values()) - theirs.bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_folders import MakeAdapter
-from tiny_model import write_base
 
 from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.inputs import InputMoments, collect_moments, read_texts
@@ -23,11 +22,6 @@ from loraforge.export.manifest import load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
 
 TEXTS = ["The first text.", "A second one, which is longer.", "3"]
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_base(tmp_path / "base")
 
 
 @pytest.fixture

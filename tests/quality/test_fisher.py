@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_folders import MakeAdapter
-from tiny_model import tiny_tokenizer, write_base
+from tiny_model import PROMPTS, tiny_tokenizer
 from torch import Tensor
 
 from loraforge.activation.answers import Answered, OpenModel, answer, find_prompts
@@ -37,19 +37,6 @@ from loraforge.fleet.peft_io import open_adapter, open_fleet
 from loraforge.quality.arms import MergedModel, Update, original_updates
 
 SETTINGS = FisherSettings(draws=2, max_new_tokens=4, batch_size=2)
-PROMPTS = {"a": ["one", "three words here", "2"], "b": ["x y", "zz"]}
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_base(tmp_path / "base")
-
-
-@pytest.fixture
-def fleet_folder(tmp_path: Path, make_adapter: MakeAdapter) -> Path:
-    make_adapter(tmp_path / "fleet" / "a", r=8, targets=("q_proj", "down_proj"), decay=0.9)
-    make_adapter(tmp_path / "fleet" / "b", r=4, seed=1, dtype=torch.bfloat16)
-    return tmp_path / "fleet"
 
 
 @pytest.fixture

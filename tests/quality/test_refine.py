@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_folders import MakeAdapter
-from tiny_model import write_base
+from tiny_model import PROMPTS
 
 from loraforge.activation.answers import Answered
 from loraforge.allocate.budget import parse_budget
@@ -24,19 +24,11 @@ from loraforge.refine.fleet import refine_fleet
 from loraforge.runtime.ranks import check_manifest, live_rank
 
 SETTINGS = RefineSettings(steps=6, max_new_tokens=4, batch_size=2)
-PROMPTS = {"a": ["one", "three words here", "2"], "b": ["x y", "zz"]}
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_base(tmp_path / "base")
-
-
-@pytest.fixture
-def compressed(tmp_path: Path, make_adapter: MakeAdapter) -> Path:
-    make_adapter(tmp_path / "fleet" / "a", r=8, targets=("q_proj", "down_proj"), decay=0.9)
-    make_adapter(tmp_path / "fleet" / "b", r=4, seed=1, dtype=torch.bfloat16)
-    compress([tmp_path / "fleet"], parse_budget("1/4"), tmp_path / "small", cache=tmp_path / "cache")
+def compressed(tmp_path: Path, fleet_folder: Path) -> Path:
+    compress([fleet_folder], parse_budget("1/4"), tmp_path / "small", cache=tmp_path / "cache")
     return tmp_path / "small"
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+PROMPTS = {
+    "a": ["one", "three words here", "2"],
+    "b": ["x y", "zz"],
+}  # of two adapters, for answers of their own
+
 
 def tiny_tokenizer() -> Any:
     """One token a byte, and an end token."""

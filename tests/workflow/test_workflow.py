@@ -342,3 +342,16 @@ def test_a_bad_configuration_is_one_line(snakemake: Callable[..., Run], copy: Pa
         "budgets.0: Value error, 7/2 is not above 0 and at most 1; see config/README.md"
         in run.stdout + run.stderr
     )
+
+
+def test_evidence_without_an_index_is_one_line(snakemake: Callable[..., Run], copy: Path) -> None:
+    index, aside = copy / "evidence" / "INDEX.sha256", copy / "INDEX.sha256"
+    index.rename(aside)
+    try:
+        run = snakemake("--dry-run", "--", "figures")
+    finally:
+        aside.rename(index)
+    assert run.returncode != 0
+    said = run.stdout + run.stderr
+    assert "evidence/INDEX.sha256: the index of the evidence is missing; restore the evidence" in said
+    assert "FileNotFoundError" not in said

@@ -10,7 +10,7 @@ from loraforge.allocate.policies import RULES
 from loraforge.config import parse_config
 from loraforge import jit, quality
 from loraforge.digest import source_digest
-from loraforge.evidence import index as evidence_index
+from loraforge.evidence.index import current_bags
 from loraforge.evidence.targets import TARGETS
 from loraforge.files import sha256_file
 from loraforge.fleet.lock import load_lock
@@ -346,7 +346,7 @@ def live_bags():
 # (study, machine) -> its current bag among the committed evidence
 EVIDENCE = {
     (study, host): f"evidence/{study}/{bag}"
-    for (study, host), bag in evidence_index.parse(Path(INDEX).read_text())[1].items()
+    for (study, host), bag in current_bags(Path("evidence")).items()
     if study in map(target_of, STUDIES)
 }
 HOSTS = sorted({host for _, host in EVIDENCE})

@@ -31,11 +31,13 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class Fetched:
-    """What :func:`fetch_fleet` has done: files and bytes that came, and files that were in the store already."""
+    """What :func:`fetch_fleet` has done: files and bytes that it fetched itself, files that were in the store already,
+    and files that came meanwhile by other processes."""
 
     files: int
     bytes: int
     present: int
+    others: int
 
 
 def fetch_fleet(
@@ -66,16 +68,17 @@ def fetch_fleet(
             path=path,
             remedy=f"run `loraforge fleet fetch {path}` where there is one",
         )
-    if lacking:
-        _fetch(lacking, size, store, connections)
+    came = _fetch(lacking, size, store, connections) if lacking else {}
     for adapter in remote:
         store.link(adapter.hashes)
-    return Fetched(len({file.sha256 for _, file in lacking}), size, len(wanted) - len(lacking))
+    others = {file.sha256 for _, file in lacking} - came.keys()
+    return Fetched(len(came), sum(came.values()), len(wanted) - len(lacking), len(others))
 
 
 def _fetch(
     lacking: list[tuple[LockedAdapter, LockedFile]], size: int, store: Store, connections: int
-) -> None:
+) -> dict[str, int]:
+    """Hash and size of the files that came by this process."""
     store.prepare()
     part.sweep(store.partial)
     if size > shutil.disk_usage(store.partial).free:
@@ -90,7 +93,7 @@ def _fetch(
     ):
         jobs = list(_jobs(lacking, store, http, connections, _Kilobytes(ticker.advance)))
         random.shuffle(jobs)  # so that several processes help each other, not wait for each other
-        run_all(http, jobs, connections)
+        return {sha256: size for job in run_all(http, jobs, connections) for sha256, size in job.items()}
 
 
 def _jobs(
@@ -99,8 +102,8 @@ def _jobs(
     http: Http,
     connections: int,
     came: Callable[[int], None],
-) -> Iterator[Callable[[], object]]:
-    """One call a file, or an archive of several."""
+) -> Iterator[Callable[[], dict[str, int]]]:
+    """One call a file, or an archive of several; it gives hash and size of those that it has fetched itself."""
     hub = Hub(http) if any(isinstance(adapter.source, HubSource) for adapter, _ in lacking) else None
     files: dict[str, Remote] = {}
     archives: dict[ArchiveSource, dict[str, LockedFile]] = {}
@@ -119,9 +122,16 @@ def _jobs(
                 archives.setdefault(whole, {})[member(source.folder, file.name)] = file
     lanes = max(1, connections // max(1, len(files) + len(archives)))
     for remote in files.values():
-        yield partial(fetch_file, remote, store, http, lanes=lanes, came=came)
+        yield partial(_fetch_one, remote, store, http, lanes, came)
     for source, members in archives.items():
         yield partial(_unpack, source, members, store, http, lanes, came)
+
+
+def _fetch_one(
+    remote: Remote, store: Store, http: Http, lanes: int, came: Callable[[int], None]
+) -> dict[str, int]:
+    stored = fetch_file(remote, store, http, lanes=lanes, came=came)
+    return {stored.sha256: stored.bytes} if stored.fetched else {}
 
 
 def _unpack(
@@ -131,7 +141,8 @@ def _unpack(
     http: Http,
     lanes: int,
     came: Callable[[int], None],
-) -> None:
+) -> dict[str, int]:
+    new: dict[str, int] = {}
     remote = Remote(source.archive, bytes=source.bytes, sha256=source.sha256)
     fetch_file(remote, store, http, lanes=lanes)
     with open_archive(store.blob(source.sha256), source.archive) as archive:
@@ -143,8 +154,11 @@ def _unpack(
                     key=name,
                     remedy="lock it anew",
                 )
+            if not store.has(file.sha256, file.bytes):
+                new[file.sha256] = file.bytes
             store.put(partial(archive.pieces, name), f"{remote.shown}: {name}", file.sha256)
             came(file.bytes)
+    return new
 
 
 class _Kilobytes:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,10 +30,11 @@ _BUSY_S = 0.05
 
 @dataclass(frozen=True)
 class Stored:
-    """A file in the store."""
+    """A file in the store; ``fetched``: whether it came by the call that gives this, and was not found there."""
 
     sha256: str
     bytes: int
+    fetched: bool = field(default=False, compare=False)
 
 
 def fetch_file(
@@ -120,7 +121,7 @@ class _Transfer:
         if remote.git_sha1 is not None:
             self._require("git SHA-1", part.hash("git"), remote.git_sha1)
         part.finish(store.blob(sha256))
-        return Stored(sha256, part.size)
+        return Stored(sha256, part.size, fetched=True)
 
     def _require(self, kind: str, found: str, stated: str | None) -> None:
         if stated in (None, found):
