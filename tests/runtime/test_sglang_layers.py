@@ -170,7 +170,7 @@ def test_the_engine_itself_serves_adapters_that_lack_parts_of_attention(
 
     monkeypatch.setattr(lora_manager, "LoRAAdapter", CompletedAdapter)
     monkeypatch.setattr(lora_manager, "LoRAMemoryPool", NativeMemoryPool)
-    fleet = {}
+    fleet: dict[str, tuple[Path, Scale]] = {}
     for name, absent in (("no_q", {"q_proj", "k_proj"}), ("no_v", {"v_proj"}), ("whole", set())):
         folder = write_adapter(
             tmp_path / name,

@@ -174,7 +174,9 @@ def test_a_bad_adapter_is_refused_and_sglang_lives(
     server: SglangServer, folder: Path, tmp_path: Path, fault: str
 ) -> None:
     make, wanted = FAULTS[fault]
-    name = fault.replace(" ", "_")  # a name of its own: the engine loads again what was unloaded and is asked for
+    name = fault.replace(
+        " ", "_"
+    )  # a name of its own: the engine loads again what was unloaded and is asked for
     before = [server.complete(name) for name in (BASE, "a")]
     assert before[0] != before[1]
     assert re.search(wanted, says(server, make(folder / "fleet" / "a", tmp_path / "bad"), name))
