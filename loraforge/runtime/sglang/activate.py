@@ -19,8 +19,8 @@ Factory = Callable[[], type]
 
 def activate(*, native: bool) -> None:
     """Register the backend, once a process. native: ``loraforge`` is the engine's csgmv, and all its backends count
-    what they load, of adapters that lack parts of attention too. Raises LoraForgeError for options that mean
-    nothing."""
+    what they load, take measured tiles, and serve adapters that lack parts of attention too. Raises LoraForgeError for
+    options that mean nothing."""
     backends: dict[str, Factory] = lora_registry.LORA_SUPPORTED_BACKENDS
     if BACKEND in backends:
         return
@@ -67,11 +67,15 @@ def _refusing(problem: str) -> Factory:
 
 def _counted(factory: Factory) -> Factory:
     def make() -> type:
+        import torch
         from sglang.srt.lora import lora_manager
 
+        from loraforge.runtime.sglang import tiles
         from loraforge.runtime.sglang.completed import CompletedAdapter
         from loraforge.runtime.sglang.counted import NativeMemoryPool
 
+        if torch.cuda.is_available():
+            tiles.install(torch.cuda.get_device_name())
         lora_manager.LoRAAdapter = CompletedAdapter
         lora_manager.LoRAMemoryPool = NativeMemoryPool
         return factory()
