@@ -90,6 +90,8 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     "HF_HUB_OFFLINE": "1",
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
 }
 
 
