@@ -4,7 +4,8 @@ ones: what ``loraforge bench tune`` measured, as far as a server can be told of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from loraforge.bench.cases import PROJECTIONS
@@ -50,9 +51,9 @@ def install(device: str) -> None:
         return
     found, shipped = read_tiles(path), engine.get_lora_configs
 
+    @cache  # asked at every launch
     def configs(kernel: str, K: int, R: int, S: int) -> Configs | None:
         own: Configs | None = shipped(kernel, K, R, S)
         return own or tuned(found, kernel, K, R, S)
 
-    lookup: Callable[..., Configs | None] = configs
-    engine.get_lora_configs = lookup
+    engine.get_lora_configs = configs
