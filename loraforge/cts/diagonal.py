@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraforge.cts.factors import Stack, better
+from loraforge.cts.factors import SideBySide, Stack, better
 from loraforge.cts.full import ITERATIONS, SEEDS
 
 # Relative to the mean diagonal of a Gram matrix: parallel directions make it singular.
@@ -38,16 +38,17 @@ def joint_diagonal(
     updates: Stack, rank: int, *, iterations: int = ITERATIONS, seeds: Sequence[int] = SEEDS
 ) -> DiagonalBases:
     """Shared directions of ``rank``, of every module the best start of ``seeds``. FP64 inside."""
-    exact = Stack(updates.a.double(), updates.b.double())
-    total = exact.squared_norms().sum(dim=1)
+    doubled = Stack(updates.a.double(), updates.b.double())
+    total = doubled.squared_norms().sum(dim=1)
+    out, into, core = doubled.reduced
     best: DiagonalBases | None = None
     for seed in seeds:
-        left, right, scales = _fit(exact, rank, iterations, seed)
+        left, right, scales = _fit(core, rank, iterations, seed)
         found = DiagonalBases(
-            left,
-            right,
+            out @ left,
+            into @ right,
             scales,
-            _error(exact, total, left, right, scales),
+            _error(core, total, left, right, scales),
             torch.full_like(total, seed, dtype=torch.int64),
         )
         best = better(best, found)
@@ -55,12 +56,16 @@ def joint_diagonal(
     return best
 
 
-def _fit(updates: Stack, rank: int, iterations: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    g, n, _, d_in = updates.a.shape
+def _fit(updates: SideBySide, rank: int, iterations: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    g, _, d_in = updates.a.shape
     generator = torch.Generator().manual_seed(seed)
     right = _unit(torch.randn(d_in, rank, dtype=torch.float64, generator=generator).to(updates.a))
     right = right.expand(g, -1, -1)
-    scales = torch.rand(n, rank, dtype=torch.float64, generator=generator).to(updates.a).expand(g, -1, -1)
+    scales = (
+        torch.rand(updates.adapters, rank, dtype=torch.float64, generator=generator)
+        .to(updates.a)
+        .expand(g, -1, -1)
+    )
     left = right[:, :0]
     for _ in range(iterations):
         left = _unit(_side(updates, right, scales))
@@ -69,10 +74,10 @@ def _fit(updates: Stack, rank: int, iterations: int, seed: int) -> tuple[Tensor,
     return left, right, scales
 
 
-def _side(updates: Stack, right: Tensor, scales: Tensor) -> Tensor:
+def _side(updates: SideBySide, right: Tensor, scales: Tensor) -> Tensor:
     """The best left directions [g, d_out, r] for given right ones and scales."""
-    image = (updates.b @ (updates.a @ right[:, None])) * scales[:, :, None, :]
-    return _solve((right.mT @ right) * (scales.mT @ scales), image.sum(dim=1).mT).mT
+    image = updates.outer(updates.inner(right) * scales[:, :, None, :])
+    return _solve((right.mT @ right) * (scales.mT @ scales), image.mT).mT
 
 
 def _solve(gram: Tensor, wanted: Tensor) -> Tensor:
@@ -83,12 +88,12 @@ def _solve(gram: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def _diagonals(updates: Stack, left: Tensor, right: Tensor) -> Tensor:
+def _diagonals(updates: SideBySide, left: Tensor, right: Tensor) -> Tensor:
     """u_k^T dW_i v_k, [g, n, r]."""
-    return ((updates.b.mT @ left[:, None]) * (updates.a @ right[:, None])).sum(dim=-2)
+    return (updates.transposed.inner(left) * updates.inner(right)).sum(dim=-2)
 
 
-def _error(updates: Stack, total: Tensor, left: Tensor, right: Tensor, scales: Tensor) -> Tensor:
+def _error(updates: SideBySide, total: Tensor, left: Tensor, right: Tensor, scales: Tensor) -> Tensor:
     gram = (left.mT @ left) * (right.mT @ right)
     fitted = ((scales @ gram) * scales).sum(dim=(1, 2))
     return (total - 2 * (scales * _diagonals(updates, left, right)).sum(dim=(1, 2)) + fitted).clamp_min(0)

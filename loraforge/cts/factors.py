@@ -45,9 +45,61 @@ class Stack:
         """The stack of sqrt(weight_i) dW_i, ``weight`` [g, n]."""
         return Stack(self.a, self.b * weight.sqrt()[..., None, None])
 
+    @property
+    def reduced(self) -> tuple[Tensor, Tensor, SideBySide]:
+        """Q_b [g, d_out, p], Q_a [g, d_in, q] and coordinates b'_i [p, r] and a'_i [r, q] in them.
+
+        b_i = Q_b b'_i and a_i = a'_i Q_a^T, by QR of all factors of a module side by side: p = min(d_out, n r) and
+        q = min(d_in, n r). The directions that fit the updates best lie in these spans.
+        """
+        out, b = torch.linalg.qr(_beside(self.b))
+        into, a = torch.linalg.qr(_beside(self.a.mT))
+        return out, into, SideBySide(a.mT.contiguous(), b, self.a.shape[1])
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A :class:`Stack` whose adapters' factors stand one beside the other.
+
+    A basis that all adapters share is so multiplied by one matrix of n r rows or columns; a product for every adapter
+    would read the basis n times and be too small to be fast.
+
+    Parameters
+    ----------
+    a: [g, n r, d_in]. b: [g, d_out, n r]. adapters: n.
+    """
+
+    a: Tensor
+    b: Tensor
+    adapters: int
+
+    @property
+    def transposed(self) -> SideBySide:
+        """That of dW_i^T; nothing is copied."""
+        return SideBySide(self.b.mT, self.a.mT, self.adapters)
+
+    def inner(self, right: Tensor) -> Tensor:
+        """a_i right, [g, n, r, k], of a basis [g, d_in, k]."""
+        product = self.a @ right
+        return product.reshape(len(product), self.adapters, -1, right.shape[-1])
+
+    def outer(self, inner: Tensor) -> Tensor:
+        """sum_i b_i inner_i, [g, d_out, k]."""
+        return self.b @ inner.flatten(1, 2)
+
+    def images(self, inner: Tensor) -> Tensor:
+        """[b_i inner_i]_i side by side, [g, d_out, n k]."""
+        g, d_out, _ = self.b.shape
+        return _beside(self.b.reshape(g, d_out, self.adapters, -1).transpose(1, 2) @ inner)
+
     def core(self, left: Tensor, right: Tensor) -> Tensor:
         """``left^T dW_i right``, [g, n, p, q], of bases [g, d_out, p] and [g, d_in, q]."""
-        return (left.mT[:, None] @ self.b) @ (self.a @ right[:, None])
+        return self.transposed.inner(left).mT @ self.inner(right)
+
+
+def _beside(columns: Tensor) -> Tensor:
+    """[g, n, d, r] as [g, d, n r]."""
+    return columns.transpose(1, 2).flatten(2)
 
 
 def stack(

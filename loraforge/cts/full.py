@@ -5,8 +5,7 @@ fixes one basis and takes the r leading left singular vectors of [sqrt(w_i) dW_i
 what is kept. w_i = 1 is the raw objective, in which adapters of large norm rule; w_i = 1 / |dW_i|^2 gives each the same
 say.
 
-Nothing dense: with QR of all factors of a module side by side, U = Q_b U', V = Q_a V', and the iteration runs on
-coordinates R_b,i [p, r_i] and R_a,i [q, r_i] with p = min(d_out, sum r_i), q = min(d_in, sum r_i).
+Nothing dense: the iteration runs on the coordinates of :attr:`~loraforge.cts.factors.Stack.reduced`.
 
 A power step, U <- orth(sum w_i dW_i V V^T dW_i^T U), cannot lower what is kept either, and costs products and one QR
 where an eigendecomposition of p x p costs more; it needs more steps to the same place.
@@ -20,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraforge.cts.factors import Stack, better
+from loraforge.cts.factors import SideBySide, Stack, better
 
 ITERATIONS = 100
 SEEDS = (101, 202)
-Step = Callable[[Stack, Tensor, Tensor], Tensor]
+Step = Callable[[SideBySide, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ def joint_full(
     """
     target = updates.weighted(norm_weights(updates)) if weighted else updates
     total = target.squared_norms().sum(dim=1).double()
-    out, r_b = _orthonormal(target.b)
-    into, r_a = _orthonormal(target.a.mT)
-    core = Stack(r_a.mT, r_b)
+    out, into, core = target.reduced
     best: Bases | None = None
     for seed in seeds:
         left, right = _alternate(core, rank, iterations, seed, _power_step if power else _exact_step)
@@ -82,14 +79,7 @@ def norm_weights(updates: Stack) -> Tensor:
     return torch.where(norms > 0, 1 / torch.where(norms > 0, norms, 1.0), 0.0)
 
 
-def _orthonormal(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Q [g, d, p] and R_i [g, n, p, r] of factors [g, n, d, r] side by side, p = min(d, n r)."""
-    g, n, d, r = factors.shape
-    q, upper = torch.linalg.qr(factors.permute(0, 2, 1, 3).reshape(g, d, n * r))
-    return q, upper.reshape(g, -1, n, r).permute(0, 2, 1, 3)
-
-
-def _alternate(core: Stack, rank: int, iterations: int, seed: int, step: Step) -> tuple[Tensor, Tensor]:
+def _alternate(core: SideBySide, rank: int, iterations: int, seed: int, step: Step) -> tuple[Tensor, Tensor]:
     """Bases [g, p, <= rank] and [g, q, <= rank] of reduced factors, from a random start that depends on ``seed``."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -105,24 +95,27 @@ def _alternate(core: Stack, rank: int, iterations: int, seed: int, step: Step) -
     return left, right
 
 
-def _exact_step(core: Stack, right: Tensor, left: Tensor) -> Tensor:
+def _exact_step(core: SideBySide, right: Tensor, left: Tensor) -> Tensor:
     """The leading left singular vectors of [dW_i right]_i, as many as ``left`` [g, p, k] has."""
-    images = (core.b @ (core.a @ right[:, None])).permute(0, 2, 1, 3).flatten(2)
-    if left.shape[-1] == left.shape[-2]:
+    p, kept = left.shape[-2:]
+    if kept == p:
         return left  # all directions: any basis of them does
-    kept = left.shape[-1]
+    inner = core.inner(right)
     vectors: Tensor
-    if images.shape[-1] >= images.shape[-2]:
-        vectors = torch.linalg.eigh(images @ images.mT)[1]
+    if core.adapters * right.shape[-1] >= p:
+        # sum_i b_i (inner_i inner_i^T) b_i^T, whose middle is r x r
+        vectors = torch.linalg.eigh(core.images(inner @ inner.mT) @ core.b.mT)[1]
         return vectors[..., -kept:].flip(-1)
     # fewer images than rows: the small side's vectors, and QR for directions in which there is nothing
+    images = core.images(inner)
     vectors = torch.linalg.eigh(images.mT @ images)[1]
     basis: Tensor = torch.linalg.qr(images @ vectors[..., -kept:].flip(-1))[0]
     return basis
 
 
-def _power_step(core: Stack, right: Tensor, left: Tensor) -> Tensor:
-    inner = core.a @ right[:, None]
-    back = inner @ (inner.mT @ (core.b.mT @ left[:, None]))
-    basis: Tensor = torch.linalg.qr((core.b @ back).sum(dim=1))[0]
+def _power_step(core: SideBySide, right: Tensor, left: Tensor) -> Tensor:
+    inner = core.inner(right)
+    # r x r in the middle: the other way to bracket it is k x k
+    back = (inner @ inner.mT) @ core.transposed.inner(left)
+    basis: Tensor = torch.linalg.qr(core.outer(back))[0]
     return basis

@@ -130,7 +130,7 @@ def test_raw_objective_serves_the_loud_and_weights_mend_that() -> None:
 
     def kept(weighted: bool) -> Tensor:
         bases = joint_full(found, 3, weighted=weighted)
-        core = found.core(bases.left, bases.right)
+        core = (bases.left.mT[:, None] @ found.b) @ (found.a @ bases.right[:, None])
         return core.square().sum(dim=(2, 3))[0] / found.squared_norms()[0]
 
     raw, weighted = kept(False), kept(True)

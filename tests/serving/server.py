@@ -24,7 +24,7 @@ from aiohttp import web
 
 @dataclass
 class CompletionsServer:
-    """first_s, token_s: seconds to the first token and between tokens."""
+    """first_s, token_s: seconds to the first token and between tokens. ended: who was answered to the last word."""
 
     first_s: float = 0.0
     token_s: float = 0.0
@@ -32,6 +32,7 @@ class CompletionsServer:
     arrived: list[float] = field(default_factory=list)
     peers: set[Any] = field(default_factory=set)
     seen: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     url: str = ""
 
     def app(self) -> web.Application:
@@ -127,6 +128,7 @@ class CompletionsServer:
         if how == "cut":
             return answer
         await answer.write(b"data: [DONE]\n\n")
+        self.ended.append(how)
         return answer
 
     def count(self, adapter: str | None = None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -179,8 +180,16 @@ def test_untimed_passes_are_sent_and_not_recorded(make_load: Any) -> None:
 def test_a_server_that_goes_away_ends_the_replay(make_load: Any) -> None:
     workload = make_workload(make_load("ok", each=100, tokens=50), 1, 50.0)
     with CompletionsServer(token_s=0.01) as server:
-        threading.Timer(0.7, server.close).start()
+
+        def close() -> None:
+            while len(server.bodies) < 20:
+                time.sleep(0.02)
+            server.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
         run = ask(server, workload)
+        closer.join()
     assert run.run.ended == f"nobody listens at {server.url}"
     summary = summarise(run)
     assert summary["requests"] == 100
@@ -194,17 +203,23 @@ def test_a_server_that_goes_away_ends_the_replay(make_load: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_replay_with_what_was_seen(make_load: Any, number: signal.Signals) -> None:
-    workload = make_workload(make_load("ok", "hang", each=50, tokens=2), 1, 50.0)
+    workload = make_workload(make_load("ok", "hang", each=500, tokens=2), 1, 50.0)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with CompletionsServer() as server:
-        threading.Timer(0.6, os.kill, (os.getpid(), number)).start()
-        run = ask(server, workload)
+
+        def kill() -> None:
+            while len(server.ended) < 20:
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=kill, daemon=True).start()
+        run = ask(server, workload, timeout_s=60)
     assert run.run.ended == f"interrupted by {number.name}"
     reasons = failures(run.requests)
     assert reasons.keys() == {run.run.ended, f"not sent: {run.run.ended}"}
     summary = summarise(run)
     assert summary["completed"] > 3  # type: ignore[operator]
-    assert summary["wall_s"] < 5  # type: ignore[operator]
+    assert sum(row.sent_s is None for row in run.requests) > 3
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
