@@ -80,6 +80,7 @@ def body(request: Request, base: str, options: Options) -> dict[str, Any]:
     if options.stop == "early":
         asked |= {
             "max_tokens": options.caps[request.fleet],
+            "min_tokens": request.output_tokens,  # a model of random weights may come upon EOS before
             "custom_params": {STOP_AT: request.output_tokens},
             "skip_special_tokens": False,
         }

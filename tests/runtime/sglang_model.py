@@ -103,8 +103,15 @@ class Model(nn.Module):
         return self.get_submodule(f"model.layers.{number}.{name}")
 
 
-def manager(model: Model, folders: Mapping[str, Path], *, slots: int = 4, rank: int | None = None) -> Any:
-    """The engine's manager with these adapters, for a server whose --lora-backend is loraforge."""
+def manager(
+    model: Model,
+    folders: Mapping[str, Path],
+    *,
+    slots: int = 4,
+    rank: int | None = None,
+    backend: str = "loraforge",
+) -> Any:
+    """The engine's manager with these adapters, for a server whose --lora-backend is ``backend``."""
     from sglang.srt.lora.lora_manager import LoRAManager
 
     return LoRAManager(
@@ -114,7 +121,7 @@ def manager(model: Model, folders: Mapping[str, Path], *, slots: int = 4, rank: 
         load_config=LoadConfig(),
         dtype=DTYPE,
         server_args=get_context().server_args,
-        lora_backend="loraforge",
+        lora_backend=backend,
         max_lora_rank=rank,
         target_modules={"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} if rank else None,
         lora_paths=[ref(name, folder) for name, folder in folders.items()],

@@ -159,6 +159,35 @@ def test_the_engine_keeps_no_buffers(engine: Any, fleet: dict[str, Any]) -> None
     assert manager.memory_pool.pool.counters.source_bytes == live
 
 
+def test_the_engine_itself_serves_adapters_that_lack_parts_of_attention(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As arms of native execution do: the engine alone fails at the one without v_proj, and ends at the other."""
+    from sglang.srt.lora import lora_manager
+
+    from loraforge.runtime.sglang.completed import CompletedAdapter
+    from loraforge.runtime.sglang.counted import NativeMemoryPool
+
+    monkeypatch.setattr(lora_manager, "LoRAAdapter", CompletedAdapter)
+    monkeypatch.setattr(lora_manager, "LoRAMemoryPool", NativeMemoryPool)
+    fleet: dict[str, tuple[Path, Scale]] = {}
+    for name, absent in (("no_q", {"q_proj", "k_proj"}), ("no_v", {"v_proj"}), ("whole", set())):
+        folder = write_adapter(
+            tmp_path / name,
+            r=4,
+            seed=len(fleet),
+            targets=[target for target in SEVEN if target not in absent],
+            shapes=engine.SHAPES,
+            dtype=torch.bfloat16,
+        )
+        fleet[name] = folder, lambda _: 2.0
+    served = engine.Model()
+    manager = engine.manager(served, _folders(fleet), backend="torch_native")
+    names = ["no_q", None, "whole", "no_v"]
+    _step(manager, names, LENGTHS[:4])
+    _check(served, fleet, names, LENGTHS[:4])
+
+
 def test_eviction_and_return(
     engine: Any, fleet: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

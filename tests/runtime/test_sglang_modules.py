@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loraforge.errors import InputError
-from loraforge.runtime.sglang.modules import Pair, pairs, parse, place
+from loraforge.runtime.sglang.modules import Pair, missing, pairs, parse, place
 
 PATH = Path("adapter")
 ROOT = "base_model.model.model.layers.0"
@@ -83,3 +83,18 @@ def test_each_module_has_its_own_scale_before_any_rounding() -> None:
 def test_refused(tensors: dict[str, Tensor], says: str) -> None:
     with pytest.raises(InputError, match=says):
         _pairs(tensors)
+
+
+def test_parts_of_attention_that_are_missing_beside_others_are_zeros() -> None:
+    outputs = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    whole = {name: tensor for part in outputs for name, tensor in _module(f"self_attn.{part}").items()}
+    lacking = {name: tensor for name, tensor in whole.items() if "v_proj" in name}
+    made = missing({**lacking, **_module("mlp.up_proj")}, outputs)
+    assert made.keys() == whole.keys() - lacking.keys()
+    assert {name: list(tensor.shape) for name, tensor in made.items() if "q_proj" in name} == {
+        f"{ROOT}.self_attn.q_proj.lora_A.weight": [2, 8],
+        f"{ROOT}.self_attn.q_proj.lora_B.weight": [32, 2],
+    }
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+    assert not any(tensor.any() for tensor in made.values())
+    assert missing(whole, outputs) == missing(_module("mlp.up_proj"), outputs) == {}

@@ -11,7 +11,6 @@ from sglang.srt.lora.backend import lora_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from loraforge.errors import MissingDependencyError
-from loraforge.runtime import counters
 from loraforge.runtime.sglang import BACKEND, command_line, scheduler, version
 from loraforge.runtime.sglang.options import Options
 
@@ -20,7 +19,8 @@ Factory = Callable[[], type]
 
 def activate(*, native: bool) -> None:
     """Register the backend, once a process. native: ``loraforge`` is the engine's csgmv, and all its backends count
-    what they load. Raises LoraForgeError for options that mean nothing."""
+    what they load, take measured tiles, and serve adapters that lack parts of attention too. Raises LoraForgeError for
+    options that mean nothing."""
     backends: dict[str, Factory] = lora_registry.LORA_SUPPORTED_BACKENDS
     if BACKEND in backends:
         return
@@ -35,8 +35,7 @@ def activate(*, native: bool) -> None:
         backends[BACKEND] = _refusing(problem)
     elif native:
         backends[BACKEND] = backends["csgmv"]
-        if counters.wanted():
-            backends.update({name: _counted(factory) for name, factory in backends.items()})
+        backends.update({name: _counted(factory) for name, factory in backends.items()})
     else:
         Options.of(os.environ)  # what means nothing is refused before a model is loaded
         backends[BACKEND] = create
@@ -68,10 +67,16 @@ def _refusing(problem: str) -> Factory:
 
 def _counted(factory: Factory) -> Factory:
     def make() -> type:
+        import torch
         from sglang.srt.lora import lora_manager
 
+        from loraforge.runtime.sglang import tiles
+        from loraforge.runtime.sglang.completed import CompletedAdapter
         from loraforge.runtime.sglang.counted import NativeMemoryPool
 
+        if torch.cuda.is_available():
+            tiles.install(torch.cuda.get_device_name())
+        lora_manager.LoRAAdapter = CompletedAdapter
         lora_manager.LoRAMemoryPool = NativeMemoryPool
         return factory()
 

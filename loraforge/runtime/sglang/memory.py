@@ -82,6 +82,7 @@ class LiveMemoryPool(LoRAMemoryPool):
             backend.device,
         )
         self._footprints: WeakKeyDictionary[PackedAdapter, int] = WeakKeyDictionary()
+        self._changed: Any = None  # stream of the last change, None on a CPU
         backend.attach(self, self._stand_ins)
         logger.info(
             "LoRAForge %s is active in %s: %d of %d LoRA layers from a %s pool of at most %d bytes, %d slots, %s",
@@ -121,7 +122,8 @@ class LiveMemoryPool(LoRAMemoryPool):
         self, cur_uids: Any, lora_adapters: Mapping[str, PackedAdapter], *args: Any, **kwargs: Any
     ) -> None:
         for adapter in lora_adapters.values():
-            adapter.adopt()  # those that were read before there was a pool
+            if adapter.packed is None:  # read before there was a pool
+                adapter.adopt()
         super().prepare_lora_batch(cur_uids, lora_adapters, *args, **kwargs)
 
     def load_lora_weight_to_buffer(
@@ -159,17 +161,21 @@ class LiveMemoryPool(LoRAMemoryPool):
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Changes of the pool, on whatever stream the engine makes them, after the steps that were launched; steps
-        that are launched later come after them where other slots have been moved. (Of the slot that is filled, the
-        engine itself sees to that.)"""
+        """Changes of the pool, on whatever stream the engine makes them, after those before and after the steps that
+        were launched; steps that are launched later come after them where other slots have been moved. (Of the slot
+        that is filled, the engine itself sees to that.)"""
         steps = self.backend.stream
-        if steps is None or (here := torch.cuda.current_stream(self.backend.device)) == steps:
+        if steps is None:  # nothing has run yet, or never on a stream
             yield
             return
-        here.wait_stream(steps)
+        here = torch.cuda.current_stream(self.backend.device)
+        for before in (steps, self._changed):
+            if before is not None and before != here:
+                here.wait_stream(before)
+        self._changed = here
         moves = self.pool.counters.moves
         yield
-        if self.pool.counters.moves != moves:
+        if here != steps and self.pool.counters.moves != moves:
             steps.wait_stream(here)
 
     def _publish(self) -> None:

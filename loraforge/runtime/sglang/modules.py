@@ -15,6 +15,7 @@ from loraforge.errors import InputError
 
 # a layer that the engine runs as one -> the modules that it is made of, in their order
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ATTENTION = FUSED["qkv_proj"]
 _PLACES = {part: (whole, place) for whole, parts in FUSED.items() for place, part in enumerate(parts)}
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 
@@ -83,6 +84,31 @@ def pairs(
         # one rounding, when the pool takes it
         found[target][slice_] = Pair(module, a, b.to(torch.float32) * scale(module))
     return dict(found)
+
+
+def missing(weights: Mapping[str, Tensor], outputs: Mapping[str, int]) -> dict[str, Tensor]:
+    """Zeros for the parts of attention that an adapter lacks beside others, by name.
+
+    weights: of one layer, by their names in the file. outputs: of each part.
+    """
+    present: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for name in weights:
+        if (parsed := parse(name)) is not None:
+            module, side = parsed
+            parent, _, leaf = module.rpartition(".")
+            if leaf in ATTENTION:
+                present[parent][leaf][side] = name
+    made: dict[str, Tensor] = {}
+    for its in present.values():
+        leaf, names = next(iter(its.items()))
+        for lacking in (part for part in ATTENTION if part not in its):
+            for side, name in names.items():
+                given = weights[name]
+                rows = len(given) if side == "A" else outputs[lacking]
+                # not the first such word in it: a model's own name may hold one
+                head, _, tail = name.rpartition(f".{leaf}.")
+                made[f"{head}.{lacking}.{tail}"] = torch.zeros((rows, given.shape[1]), dtype=given.dtype)
+    return made
 
 
 _OTHER = "load a LoRA adapter of this base model"
