@@ -28,7 +28,8 @@ MODES = {
     "eager": {},
     "graphs": {},
     "older_runner": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    "two_gpus": {},
+    # sums over devices without NVLink multicast, which a host may not let its guests use
+    "two_gpus": {"NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
 }
 
 

@@ -63,13 +63,19 @@ def check_tensors(folder: Path, loras: Any) -> None:
                     key=name,
                     remedy="the file is incomplete: save it again",
                 )
-            if not bool(tensor.isfinite().all()):
+            if not _is_finite(tensor):
                 raise InputError(
                     f"lora_{side} holds NaN or infinite values",
                     path=folder,
                     key=name,
                     remedy="the training run diverged, or the file is damaged: leave this adapter out",
                 )
+
+
+def _is_finite(tensor: Any) -> bool:
+    """Whether all values are finite. Their extremes tell, in one pass and without memory: asking every value takes
+    five times as long, seconds for a large adapter, while the engine serves nobody."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def check_layers(folder: Path, loras: Any, manager: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
-from loraforge.errors import OutputError
+from loraforge.errors import LoraForgeError, OutputError
 from loraforge.runtime import counters
 from loraforge.runtime.pool import Counters
 
@@ -93,6 +94,8 @@ class NativeModelManager(CountedModelManager):
         self._counters = Counters()
         self._slots: dict[int, int] = {}  # slot -> bytes that were copied into it
         super().__init__(*args, **kwargs)
+        if torch.device(self.device).type == "cuda":
+            require_tiles()
 
     def counts(self) -> dict[str, int | str | None]:
         held = device_bytes(self.modules.values())
@@ -122,6 +125,23 @@ class NativeModelManager(CountedModelManager):
 
     def restart(self) -> None:
         self._counters = Counters()
+
+
+def require_tiles() -> None:
+    """Raise LoraForgeError where the environment names a folder of tuned tiles that has none of this device: the engine
+    warns once, serves by its defaults, and would be measured as the tuned baseline that it is not."""
+    from vllm import envs
+    from vllm.lora.ops.triton_ops.utils import load_lora_op_config  # needs Triton, which a CPU may not have
+
+    folder = envs.VLLM_TUNED_CONFIG_FOLDER
+    for op, added in (("shrink", None), ("expand", True)):
+        if folder is not None and load_lora_op_config(op, added) is None:
+            raise LoraForgeError(
+                f"has no tiles of the LoRA {op} for a {torch.cuda.get_device_name()}",
+                path=Path(folder).absolute(),
+                key="VLLM_TUNED_CONFIG_FOLDER",
+                remedy="start where the relative path begins, or leave it out to serve untuned",
+            )
 
 
 def device_bytes(modules: Iterable[Any]) -> int:

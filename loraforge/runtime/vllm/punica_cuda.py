@@ -79,8 +79,10 @@ class PunicaWrapperLoRAForge(PunicaWrapperGPU):
 
     def _forget_native(self) -> None:
         if self._native_live:
-            self.token_mapping_meta._reset()
-            self.prompt_mapping_meta._reset()
+            for meta in (self.token_mapping_meta, self.prompt_mapping_meta):
+                meta._reset()
+                # a graph keeps the grid that it is captured with, which must have room for adapters that come later
+                meta.num_active_loras_cpu.fill_(self.max_loras + 1)
             self._native_live = False
 
 
