@@ -138,6 +138,9 @@ class StudyConfig(_Strict):
     answers: int = Field(
         48, ge=1, description="prompts of an adapter's validation split that its Fisher information is of"
     )
+    prompts: int = Field(
+        1024, ge=1, description="prompts of an adapter's training split that it is refined on, labels unread"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> StudyConfig:

@@ -17,7 +17,7 @@ from loraforge.fleet.offline import offline_imports
 from loraforge.quality.arms import MergedModel
 from loraforge.quality.decoding import Prompts, decode_growing
 
-_ROWS = 64  # prompts that are answered at once
+_ROWS = {"cpu": 64, "cuda": 256}  # prompts that are answered at once: on a GPU a row costs hardly any time
 _PLACES = ("{}.jsonl", "{}.txt", "{}/{split}.jsonl")  # of an adapter's prompts in their folder
 
 
@@ -96,8 +96,9 @@ def answer(
     stops = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     stops[tokenizer.eos_token_id] = True
     found: list[Answered] = []
-    for start in range(0, len(encoded), _ROWS):
-        rows = encoded[start : start + _ROWS]
+    at_once = _ROWS.get(model.device.type, _ROWS["cpu"])
+    for start in range(0, len(encoded), at_once):
+        rows = encoded[start : start + at_once]
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), pad)
         mask = torch.zeros((len(rows), width), dtype=torch.long)

@@ -192,6 +192,9 @@ def test_the_quality_study_runs_by_name_and_collects_what_its_candidates_need(
     fisher = {"candidates": ["fisher"], "decide_at": "1/4", "budgets": ["1/4"]}
     found = jobs(snakemake("--config", f"study={json.dumps(fisher)}", *plan, "quality_study"))
     assert {"collect_fisher", "gather_prompts", "order_directions"} <= found
+    refined = json.dumps({**fisher, "refined": ["fisher"]})
+    trained = jobs(snakemake("--config", f"study={refined}", *plan, "quality_study"))
+    assert trained - found == {"build_tasks", "refine_fleet", "export_fleet"}
 
 
 @pytest.mark.usefixtures("drawn")

@@ -1,4 +1,4 @@
-PROMPTS = f"{RESULTS}/moments/prompts"
+PROMPTS = f"{RESULTS}/prompts/validation"
 DEVICE = CONFIG.quality.device.replace("auto", "cuda") if ON_GPU else "cpu"
 JOBS = CONFIG.quality.jobs if ON_GPU else 1  # processes that share a GPU
 TASKS = {adapter.name: adapter.task for adapter in FLEET.adapters if adapter.task}
@@ -41,19 +41,21 @@ rule collect_activations:
 
 
 rule gather_prompts:
-    """The unlabelled prompts of every adapter, by its name."""
+    """The prompts of a split of every adapter, by its name; nobody reads the answers beside them."""
     input:
-        [f"config/tasks/{task}/validation.jsonl" for task in TASKS.values()],
+        lambda wildcards: [prompts_of(task, wildcards.split) for task in TASKS.values()],
     output:
-        directory(PROMPTS),
+        directory(f"{RESULTS}/prompts/{{split}}"),
     log:
-        f"{RESULTS}/logs/gather_prompts.log",
+        f"{RESULTS}/logs/gather_prompts_{{split}}.log",
+    wildcard_constraints:
+        split="train|validation",
     conda:
         "../../envs/core.yaml"
     params:
         names=list(TASKS),
     message:
-        "Gather the prompts of every adapter"
+        "Gather the {wildcards.split} prompts of every adapter"
     shell:
         "(mkdir -p {output}; names=({params.names}); files=({input});"
         ' for i in "${{!names[@]}}"; do cp "${{files[i]}}" "{output}/${{names[i]}}.jsonl"; done) 2>&1 | tee {log}'

@@ -30,6 +30,7 @@ FLEET = load_lock(CONFIG.fleet)
 RESULTS = f"results/{CONFIG.name}"
 
 BASE = f".cache/loraforge/base/{FLEET.base_model.name}"
+BUILT_TASKS = ".cache/loraforge/tasks"
 FLEET_FILES = [str(path) for path in FLEET.local_files(CONFIG.fleet)]
 SHAPES = ".cache/loraforge/shapes"  # fleets of shapes that engines serve
 INDEX = "evidence/INDEX.sha256"
@@ -145,6 +146,12 @@ def norms_of(policies):
 def moments_of(policies):
     """Files of moments that policies need."""
     return [MOMENTS[norm] for norm in norms_of(policies)]
+
+
+def prompts_of(task, split):
+    """The split of a task: validation is published, what adapters were trained on is built."""
+    folder = "config/tasks" if split == "validation" else BUILT_TASKS
+    return f"{folder}/{task}/{split}.jsonl"
 
 
 def ranks_of(policies):

@@ -82,12 +82,32 @@ rule fit_shared:
         " --iterations {params.iterations} --steps {params.steps} -o {params.folder} --force 2>&1 | tee {log}"
 
 
+rule build_tasks:
+    """What adapters were trained on, from the packages that hold it: fleets are refined on its prompts."""
+    output:
+        expand(
+            f"{BUILT_TASKS}/{{task}}/train.jsonl", task=dict.fromkeys(TASKS.values())
+        ),
+    log:
+        f"{RESULTS}/logs/build_tasks.log",
+    conda:
+        "../../envs/core.yaml"
+    params:
+        tasks=list(dict.fromkeys(TASKS.values())),
+        folder=lambda wildcards, output: Path(output[0]).parents[1],
+        source=source_digest("quality/builders"),
+    message:
+        "Build the training splits of the tasks"
+    shell:
+        "loraforge tasks build {params.tasks} --out {params.folder} 2>&1 | tee {log}"
+
+
 rule refine_fleet:
     """A compressed fleet whose adapters have learned their originals' own answers to unlabelled prompts."""
     input:
         manifest=f"{RESULTS}/fleet/{{policy}}_{{budget}}/manifest.json",
         base=f"{BASE}/model.safetensors",
-        prompts=PROMPTS,
+        prompts=f"{RESULTS}/prompts/train",
     output:
         f"{RESULTS}/refined/{{policy}}_{{budget}}/manifest.json",
     log:
@@ -102,6 +122,7 @@ rule refine_fleet:
         compressed=subpath(input.manifest, parent=True),
         base=subpath(input.base, parent=True),
         folder=subpath(output[0], parent=True),
+        limit=STUDY.prompts,
         device=DEVICE,
         jobs=JOBS,
         source=source_digest("refine", "activation", "quality/decoding.py"),
@@ -109,7 +130,7 @@ rule refine_fleet:
         "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge refine {params.compressed} --adapters {params.lock} --base {params.base} --prompts {input.prompts}"
-        " --device {params.device} --jobs {params.jobs} -o {params.folder} --force 2>&1 | tee {log}"
+        " --limit {params.limit} --device {params.device} --jobs {params.jobs} -o {params.folder} --force 2>&1 | tee {log}"
 
 
 rule score_validation:
