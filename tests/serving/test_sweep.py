@@ -427,6 +427,33 @@ def test_it_goes_on_where_it_was_cut_off(declare: Declare, tmp_path: Path) -> No
         read_sweep(records)
 
 
+def test_it_goes_on_where_a_start_was_left_out(declare: Declare, tmp_path: Path) -> None:
+    """As for lack of time, between the arms abreast; and in a folder of before arms could be."""
+    path = declare(fleets=1)
+    assert sweep(path, arms=["original_native"]).left == 0
+    records = tmp_path / "out" / RECORDS
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    del rows[0]["config"]["abreast"]
+    rows[1]["number"] = 1
+    for row in rows[2:]:
+        row["start"] = 1
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sweep(path).left == 0
+    found = read_sweep(records)
+    assert [(start.number, start.arm) for start in found.starts] == [
+        (1, "original_native"),
+        (2, "spectral_loraforge"),
+        (3, "base_only"),
+    ]
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"abreast": 3}))
+    with pytest.raises(InputError, match=r"config\.abreast: was 1 when this folder was begun, and is 3"):
+        sweep(path)
+    rows[0]["config"]["arms"] = ["what was declared once"]
+    records.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError, match=r"config\.\w+: was "):
+        sweep(path)
+
+
 def test_engines_that_do_not_start_are_recorded_and_the_next_arm_goes_on(
     declare: Declare, tmp_path: Path
 ) -> None:
