@@ -81,13 +81,14 @@ def sweep(path: Path, **options: Any) -> Any:
     return run_sweep(load_experiment(path), path.parent, path.parent / "out", **options)
 
 
-def process(path: Path, *arguments: object) -> subprocess.Popen[str]:
+def process(path: Path, *arguments: object, token_s: float = 0.0) -> subprocess.Popen[str]:
+    """A run by itself; token_s: seconds between tokens in this run alone, since it is not declared."""
     line = [sys.executable, "-m", "loraforge", "bench", "sweep", str(path), "-o", str(path.parent / "out")]
     return subprocess.Popen(
         [*line, "--root", str(path.parent), *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TOKEN_S": str(token_s)},
     )
 
 
@@ -361,14 +362,13 @@ def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: P
 def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
     declare: Declare, tmp_path: Path, number: signal.Signals, code: int, when: str
 ) -> None:
-    slow = ("--start-s", "20") if when == "start" else ("--token-s", "0.05")
+    slow = ("--start-s", "20") if when == "start" else ()
     path = declare(*slow, arms=["original_native"], points=[{"rate": 50, "requests": 20, "seeds": [1]}])
-    running = process(path)
+    running = process(path, token_s=60)
     if when == "start":
         wait_for(lambda: len(servers(path)) == 2)
     else:
         wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
-        time.sleep(0.5)
     pids = servers(path)
     assert len(pids) == 2
     running.send_signal(number)
@@ -385,15 +385,15 @@ def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
 
 def test_an_interrupt_ends_the_arms_abreast(declare: Declare, tmp_path: Path) -> None:
     path = declare(
-        "--token-s", "0.05", fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
+        fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
         points=[{"rate": 50, "requests": 20, "seeds": [1]}],
     )  # fmt: skip
-    running = process(path)
+    running = process(path, token_s=60)
     wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
     pids = servers(path)
     assert len(pids) == 2
     running.terminate()
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=120)
     assert running.returncode == 143, said
     assert not [pid for pid in pids if exists(pid)]
     assert [start.arm for start in read_sweep(tmp_path / "out").starts] == ["original_native"]
