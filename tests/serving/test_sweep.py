@@ -319,15 +319,19 @@ def test_natural_lengths_are_repeated_by_the_other_ways(declare: Declare, tmp_pa
     assert [read_run(tmp_path / "out" / point.requests).outputs() for point in others] == [answered] * 2
 
 
-def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: Path) -> None:
+def test_a_killed_server_ends_its_arm_and_no_other(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = declare(
-        "--token-s", "0.02", fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,
+        fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,
         points=[{"rate": 20, "requests": 10, "seeds": [1, 2]}],
     )  # fmt: skip
+    monkeypatch.setenv("TOKEN_S", "60")  # of the engine that is killed: it cannot end before
 
     def kill() -> None:
         wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
         time.sleep(0.3)
+        monkeypatch.delenv("TOKEN_S")
         (server,) = servers(path)
         os.kill(server, signal.SIGKILL)
 
