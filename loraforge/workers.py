@@ -39,11 +39,11 @@ def each(function: Callable[..., R], asked: Mapping[K, tuple[Any, ...]], jobs: i
     others = set(multiprocessing.active_children())
     waiting = iter(asked.items())
     with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool:
-        # no more than there are processes: what a pool has been given ahead cannot be taken back
-        running: dict[Future[R], K] = {
-            pool.submit(function, *arguments): key for key, arguments in islice(waiting, jobs)
-        }
         try:
+            # no more than there are processes: what a pool has been given ahead cannot be taken back
+            running: dict[Future[R], K] = {
+                pool.submit(function, *arguments): key for key, arguments in islice(waiting, jobs)
+            }
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key, result = running.pop(future), future.result()
