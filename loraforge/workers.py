@@ -26,8 +26,8 @@ def each(function: Callable[..., R], asked: Mapping[K, tuple[Any, ...]], jobs: i
     """``function(*asked[key])`` of every key, as they end; begun in the order of ``asked``.
 
     With one job here, one after the other; with more in as many processes, which share the cores, each with what its
-    first piece of work left open there. Where a piece raises, those that run end, and no other is begun; an interrupt
-    ends those that run, too. Raises LoraForgeError where a process dies.
+    first piece of work left open there. Where a piece raises, no other is begun, and those that run are waited for; an
+    interrupt ends these, too. Raises LoraForgeError where a process dies.
     """
     jobs = min(jobs, len(asked))
     if jobs <= 1:
@@ -65,9 +65,8 @@ def _begin(threads: int) -> None:
     """What a worker does first."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it reaches the parent, too
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # so that nothing half-written remains
+    # so that nothing half-written remains
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
