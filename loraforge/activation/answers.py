@@ -93,8 +93,9 @@ def answer(
         key=len,
     )
     encoded = [ids for ids in encoded if ids]
-    stops = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    stops[tokenizer.eos_token_id] = True
+    end = tokenizer.eos_token_id
+    # a tokenizer may have no end, or one that the model has no logit of
+    stops = torch.arange(model.config.vocab_size) == (-1 if end is None else end)
     found: list[Answered] = []
     at_once = _ROWS.get(model.device.type, _ROWS["cpu"])
     for start in range(0, len(encoded), at_once):

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from loraforge.bench.journal import append, take_up
 from loraforge.errors import InputError, UsageError
@@ -171,7 +174,8 @@ class _Runner:
     def run(self, arms: Sequence[Arm]) -> None:
         """Measure what is pending of some arms, one after the other, on one start of the engines of all of them."""
         chosen = [(arm, pending) for arm in arms if (pending := self.pending(arm)) and self._fits(pending)]
-        first = len(self.sweep.starts)
+        # not their count: of arms abreast, one may have had no time left for it, and the next one have
+        first = max((start.number for start in self.sweep.starts), default=-1) + 1
         turns = [
             self._turn(arm, pending, first + place, arms.index(arm))
             for place, (arm, pending) in enumerate(chosen)
@@ -473,6 +477,8 @@ def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
         then, now = getattr(stored, key), getattr(wanted, key)
         if key == "host":
             then, now = then.device(stored.protocol), now.device(wanted.protocol)
+        elif key == "config":
+            then = _completed(then)
         if then != now:
             while isinstance(then, dict) and isinstance(now, dict):
                 inner = next(part for part in {**then, **now} if then.get(part, ...) != now.get(part, ...))
@@ -483,6 +489,14 @@ def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
                 key=key,
                 remedy="finish it with the setting it has, or choose another folder",
             )
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """An experiment as it would be recorded today: what could not be declared then has its default."""
+    try:
+        return Experiment.model_validate(config).model_dump(mode="json", exclude={"python"})
+    except ValidationError:  # what cannot be declared any more differs
+        return config
 
 
 def _short(value: object) -> str:

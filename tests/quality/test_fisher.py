@@ -257,6 +257,9 @@ def test_answers_end_where_they_should(base: Path) -> None:
         assert tokenizer.eos_token_id not in row.answer[:-1]
     short = answer(model, tokenizer, ["longer text"], 0, replace(SETTINGS, max_tokens=4))
     assert short[0].prompt == together[2].prompt[-4:]
+    tokenizer.eos_token = None  # then an answer is as long as it may be
+    endless = answer(model, tokenizer, ["longer text", "ab", "c"], 0, SETTINGS)
+    assert [len(row.answer) for row in endless] == 3 * [SETTINGS.max_new_tokens]
 
 
 def test_collection_resumes_and_is_deterministic(

@@ -39,6 +39,22 @@ def refined(tmp_path: Path, base: Path, out: str, **changed: object) -> Manifest
     )  # fmt: skip
 
 
+def test_processes_refine_the_same(compressed: Path, base: Path, tmp_path: Path) -> None:
+    one = refined(tmp_path, base, "one")
+    (tmp_path / "cache" / "refined").rename(tmp_path / "aside")
+    two = refine_fleet(
+        compressed, open_fleet([tmp_path / "fleet"]), base, PROMPTS, tmp_path / "two",
+        cache=tmp_path / "cache", jobs=2, settings=SETTINGS,
+    )  # fmt: skip
+    assert list(two.adapters) == list(one.adapters)
+    for name, entry in two.adapters.items():
+        for module, record in entry.modules.items():
+            alone = one.adapters[name].modules[module]
+            assert (record.path, record.k) == (alone.path, alone.k)
+            off, wanted = record.certificate.relative_error, alone.certificate.relative_error
+            assert off == pytest.approx(wanted, rel=0.05)
+
+
 def test_the_divergence_falls(base: Path, make_adapter: MakeAdapter, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

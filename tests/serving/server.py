@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--start-s", type=float, default=0.0)
     parser.add_argument("--first-s", type=float, default=0.0)
-    parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--token-s", type=float, default=float(os.environ.get("TOKEN_S", "0")))
     parser.add_argument("--crash", action="store_true")
     parser.add_argument("--crash-as", default="", help="the arm that crashes")
     parser.add_argument("--arm", default="")

@@ -81,13 +81,14 @@ def sweep(path: Path, **options: Any) -> Any:
     return run_sweep(load_experiment(path), path.parent, path.parent / "out", **options)
 
 
-def process(path: Path, *arguments: object) -> subprocess.Popen[str]:
+def process(path: Path, *arguments: object, token_s: float = 0.0) -> subprocess.Popen[str]:
+    """A run by itself; token_s: seconds between tokens in this run alone, since it is not declared."""
     line = [sys.executable, "-m", "loraforge", "bench", "sweep", str(path), "-o", str(path.parent / "out")]
     return subprocess.Popen(
         [*line, "--root", str(path.parent), *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TOKEN_S": str(token_s)},
     )
 
 
@@ -318,15 +319,19 @@ def test_natural_lengths_are_repeated_by_the_other_ways(declare: Declare, tmp_pa
     assert [read_run(tmp_path / "out" / point.requests).outputs() for point in others] == [answered] * 2
 
 
-def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: Path) -> None:
+def test_a_killed_server_ends_its_arm_and_no_other(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = declare(
-        "--token-s", "0.02", fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,
+        fleets=1, arms=["original_native", "base_only"], conditioning="never", warmup=0,
         points=[{"rate": 20, "requests": 10, "seeds": [1, 2]}],
     )  # fmt: skip
+    monkeypatch.setenv("TOKEN_S", "60")  # of the engine that is killed: it cannot end before
 
     def kill() -> None:
         wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
         time.sleep(0.3)
+        monkeypatch.delenv("TOKEN_S")
         (server,) = servers(path)
         os.kill(server, signal.SIGKILL)
 
@@ -361,14 +366,13 @@ def test_a_killed_server_ends_its_arm_and_no_other(declare: Declare, tmp_path: P
 def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
     declare: Declare, tmp_path: Path, number: signal.Signals, code: int, when: str
 ) -> None:
-    slow = ("--start-s", "20") if when == "start" else ("--token-s", "0.05")
+    slow = ("--start-s", "20") if when == "start" else ()
     path = declare(*slow, arms=["original_native"], points=[{"rate": 50, "requests": 20, "seeds": [1]}])
-    running = process(path)
+    running = process(path, token_s=60)
     if when == "start":
         wait_for(lambda: len(servers(path)) == 2)
     else:
         wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
-        time.sleep(0.5)
     pids = servers(path)
     assert len(pids) == 2
     running.send_signal(number)
@@ -385,15 +389,15 @@ def test_an_interrupt_leaves_no_process_and_a_folder_to_resume(
 
 def test_an_interrupt_ends_the_arms_abreast(declare: Declare, tmp_path: Path) -> None:
     path = declare(
-        "--token-s", "0.05", fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
+        fleets=1, abreast=2, arms=["original_native", "spectral_loraforge"],
         points=[{"rate": 50, "requests": 20, "seeds": [1]}],
     )  # fmt: skip
-    running = process(path)
+    running = process(path, token_s=60)
     wait_for(lambda: '"record":"start"' in text(tmp_path / "out" / RECORDS))
     pids = servers(path)
     assert len(pids) == 2
     running.terminate()
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=120)
     assert running.returncode == 143, said
     assert not [pid for pid in pids if exists(pid)]
     assert [start.arm for start in read_sweep(tmp_path / "out").starts] == ["original_native"]
@@ -425,6 +429,33 @@ def test_it_goes_on_where_it_was_cut_off(declare: Declare, tmp_path: Path) -> No
     records.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[-1]]))
     with pytest.raises(InputError, match=r"measures base_only at rate 400, seed 1, twice"):
         read_sweep(records)
+
+
+def test_it_goes_on_where_a_start_was_left_out(declare: Declare, tmp_path: Path) -> None:
+    """As for lack of time, between the arms abreast; and in a folder of before arms could be."""
+    path = declare(fleets=1)
+    assert sweep(path, arms=["original_native"]).left == 0
+    records = tmp_path / "out" / RECORDS
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    del rows[0]["config"]["abreast"]
+    rows[1]["number"] = 1
+    for row in rows[2:]:
+        row["start"] = 1
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sweep(path).left == 0
+    found = read_sweep(records)
+    assert [(start.number, start.arm) for start in found.starts] == [
+        (1, "original_native"),
+        (2, "spectral_loraforge"),
+        (3, "base_only"),
+    ]
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"abreast": 3}))
+    with pytest.raises(InputError, match=r"config\.abreast: was 1 when this folder was begun, and is 3"):
+        sweep(path)
+    rows[0]["config"]["arms"] = ["what was declared once"]
+    records.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError, match=r"config\.\w+: was "):
+        sweep(path)
 
 
 def test_engines_that_do_not_start_are_recorded_and_the_next_arm_goes_on(
