@@ -21,6 +21,7 @@ from server import CompletionsServer
 from loraforge.errors import OutputError, UsageError
 from loraforge.serving.client import Options, replay
 from loraforge.serving.engines import Engine, EngineConfig, EngineError, command, is_free, starting
+from loraforge.serving.listener import stranger
 from loraforge.serving.metrics import failures
 from loraforge.serving.workload import make_workload
 
@@ -256,6 +257,8 @@ def test_another_program_that_takes_the_port_meanwhile_is_not_measured(tmp_path:
     late.start()
     try:
         with engine(port, tmp_path / "other.log") as other:
+            if stranger(0, port) is None:
+                pytest.skip("this system hides whose sockets are")
             with pytest.raises(
                 EngineError, match=rf"does not listen at port {port}: process {other.pid} answers"
             ):
