@@ -1,4 +1,4 @@
-"""``loraforge bench kernels``, ``tune`` and ``engines``: serving kernels against those of the engines."""
+"""``loraforge bench kernels``, ``tune``, ``vllm-tiles``, ``engines``: serving kernels against those of the engines."""
 
 from __future__ import annotations
 
@@ -126,6 +126,28 @@ def tune(
         say(_ENDED)
         return
     say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
+
+
+@app.command("vllm-tiles")
+def vllm_tiles(
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--out", help="folder for VLLM_TUNED_CONFIG_FOLDER to name", show_default=False),
+    ],
+    device: Annotated[str, typer.Option(help="GPU, as torch names it")] = "NVIDIA H200",
+    tiles: Annotated[
+        Path | None, typer.Option(help="tuned tiles of the engines' kernels; default: those of the package")
+    ] = None,
+) -> None:
+    """Write the tiles that were tuned for vLLM's LoRA kernels as vLLM reads them."""
+    from loraforge.bench.native.tiles import FOLDER, read_tiles
+    from loraforge.bench.native.vllm_folder import write_folder
+    from loraforge.dispatch import table_path
+    from loraforge.progress import say
+
+    found = read_tiles(tiles or FOLDER / table_path(device).name)
+    for file in write_folder(found, device, out):
+        say(str(file))
 
 
 def _device() -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from loraforge.bench.cases import PROJECTIONS, Op, Projection
-from loraforge.bench.native.tiles import FOLDER, TunedTiles, read_tiles
+from loraforge.bench.native.tiles import TunedTiles
 from loraforge.bench.native.vllm_folder import write_folder
+from loraforge.cli import main
 from loraforge.files import read_json
 
 SHIPPED = Path(__file__).parents[2] / "config" / "serving" / "vllm_tuned"
@@ -30,8 +31,11 @@ def _found(folder: Path, op: Op, its: Projection, tokens: int, rank: int) -> dic
 
 
 def test_the_shipped_folder_is_what_was_measured(tmp_path: Path) -> None:
-    written = write_folder(read_tiles(FOLDER / "nvidia-h200.json"), DEVICE, tmp_path)
-    assert sorted(file.name for file in written) == sorted(file.name for file in SHIPPED.iterdir())
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "vllm-tiles", "-o", str(tmp_path)])
+    assert not caught.value.code
+    written = sorted(tmp_path.iterdir())
+    assert [file.name for file in written] == sorted(file.name for file in SHIPPED.iterdir())
     for file in written:
         assert file.read_bytes() == (SHIPPED / file.name).read_bytes()
 
@@ -70,6 +74,7 @@ def test_the_engines_own_choice_stands_where_it_was_the_best_and_the_greater_gai
     )
     o, down = (next(its for its in PROJECTIONS if its.name == name) for name in ("o", "down"))
     assert _found(tmp_path, "shrink", o, 24, 64) == {**tuned, "max_nreg": None}
-    few, many = (_found(tmp_path, "shrink", down, tokens, 64) for tokens in (24, 384))
+    few, more, many = (_found(tmp_path, "shrink", down, tokens, 64) for tokens in (24, 130, 384))
     assert (few["split_k"], few["block_k"]) == (64, 256)
-    assert (many["split_k"], many["block_k"]) == (8, 32)
+    assert (more["split_k"], more["block_k"]) == (many["split_k"], many["block_k"]) == (8, 32)
+    assert _found(tmp_path, "shrink", o, 130, 64) == {**tuned, "max_nreg": None}

@@ -16,6 +16,7 @@ from loraforge.bench.cases import PROJECTIONS, Op
 from loraforge.bench.native.tiles import TunedTiles
 from loraforge.files import write_json
 
+_MANY = 128  # tokens from which vLLM takes another default
 _ANY = "1"  # adapters: tiles were measured for no particular number of them
 _FILES: dict[Op, str] = {
     "shrink": "SHRINK",
@@ -38,12 +39,16 @@ def _table(op: Op, found: Iterable[TunedTiles]) -> dict[str, Any]:
     """[adapters][slices][tokens][inner width][outer width] -> configuration. Where two projections are one problem to
     the engine (Llama's o has the inputs of Qwen's), the tiles that gained the most serve both."""
     table: dict[str, Any] = {}
-    for item in sorted(found, key=lambda item: item.speedup):
+    found = sorted(found, key=lambda item: item.speedup)
+    # of steps just above that the nearest measured ones lie below, and their default is not the engine's there
+    nearest = max((item.tokens for item in found if item.tokens < _MANY), default=_MANY)
+    for item in found:
         its = next(one for one in PROJECTIONS if (one.model, one.name) == (item.model, item.projection))
         inner, outer = (its.d_in, item.rank) if op == "shrink" else (item.rank, max(its.channels))
         slices = len(its.channels)
-        place = table.setdefault(str(slices), {}).setdefault(str(item.tokens), {}).setdefault(str(inner), {})
-        place[str(outer)] = {**(item.tiles or _default(op, item.tokens, slices)), "max_nreg": None}
+        for tokens in {item.tokens, _MANY} if item.tokens == nearest else {item.tokens}:
+            place = table.setdefault(str(slices), {}).setdefault(str(tokens), {}).setdefault(str(inner), {})
+            place[str(outer)] = {**(item.tiles or _default(op, tokens, slices)), "max_nreg": None}
     return {_ANY: table}
 
 
@@ -52,6 +57,6 @@ def _default(op: Op, tokens: int, slices: int) -> dict[str, int]:
     common = {"num_warps": 4, "num_ctas": 1, "num_stages": 2}
     if op == "expand":
         return {"block_m": 64, "block_n": 64 if slices > 1 else 128, "block_k": 32, **common}
-    few = tokens < 128
+    few = tokens < _MANY
     split = {"block_k": 256, "split_k": 64} if few else {"block_k": 32, "split_k": 8}
     return {"block_m": 32, "block_n": 16, **split, "group_size_m": 8, **common}
