@@ -7,13 +7,9 @@ validated and saved is their BF16 rounding.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import platform
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +26,7 @@ from loraforge.fleet.validation import score
 from loraforge.progress import Timer, progress, say
 from loraforge.quality.arms import MergedModel, Update
 from loraforge.quality.builders.registry import task as task_spec
+from loraforge.workers import each
 
 MAX_VALIDATION = 200
 LOSS_EVERY = 20  # steps that one point of the loss curve averages over
@@ -231,7 +228,7 @@ def train_fleet(
     """Train an adapter a recipe into ``out/NAME``; NAME is the recipe's folder, or its stem if not ``recipe``.
 
     Finished adapters are skipped, so that an interrupted run resumes. One failure does not stop the others.
-    Returns the failures: name to message.
+    Returns the failures: name to message. Raises LoraForgeError where one of ``jobs`` processes dies.
     """
     names = {adapter_name(path): path for path in recipes}
     if len(names) != len(recipes):
@@ -243,21 +240,9 @@ def train_fleet(
         say(f"{len(names) - len(waiting)} of {len(names)} adapters are trained already")
     options: dict[str, Any] = {"base": base, "tasks": tasks, "device": device, "limit_steps": limit_steps}
     failures: dict[str, str] = {}
-    if jobs == 1 or len(waiting) <= 1:
-        for name, path in waiting.items():
-            _report(name, _train_to(path, out / name, options), failures)
-        return failures
-    workers = min(jobs, len(waiting))
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (threads,)) as pool:
-        running = {pool.submit(_train_to, path, out / name, options): name for name, path in waiting.items()}
-        for future in as_completed(running):
-            try:
-                outcome = future.result()
-            except BrokenProcessPool:
-                outcome = "error: a worker process died (out of memory?); run again with fewer --jobs"
-            _report(running[future], outcome, failures)
+    asked = {name: (path, out / name, options) for name, path in waiting.items()}
+    for name, outcome in each(_train_to, asked, jobs):
+        _report(name, outcome, failures)
     return failures
 
 
