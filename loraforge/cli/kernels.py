@@ -134,12 +134,15 @@ def vllm_tiles(
         Path,
         typer.Option("-o", "--out", help="folder for VLLM_TUNED_CONFIG_FOLDER to name", show_default=False),
     ],
-    device: Annotated[str, typer.Option(help="GPU, as torch names it")] = "NVIDIA H200",
+    device: Annotated[str, typer.Option(help="the GPU, as torch names it")] = "NVIDIA H200",
     tiles: Annotated[
         Path | None, typer.Option(help="tuned tiles of the engines' kernels; default: those of the package")
     ] = None,
 ) -> None:
-    """Write the tiles that were tuned for vLLM's LoRA kernels as vLLM reads them."""
+    """Write tuned tiles for vLLM.
+
+    Those of its own LoRA kernels, as it reads them.
+    """
     from loraforge.bench.native.tiles import FOLDER, read_tiles
     from loraforge.bench.native.vllm_folder import write_folder
     from loraforge.dispatch import table_path
