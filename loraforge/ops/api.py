@@ -83,48 +83,19 @@ def lora(
     slices: Slices,
     *,
     choice: Choice,
+    traced: bool = True,
 ) -> None:
     """Y += scale (X A^T) B^T by the kernels of ``choice``: :func:`shrink` then :func:`expand`, or one for both.
 
     z: workspace, FP32 [at least choice.planes, T, slices, capacity], contents undefined before and after.
-    The other operands are those of the two products.
+    traced: False for a caller that is an op itself, whose inside nothing traces: not through torch's dispatcher once
+    more, which costs the host a third of the call. The other operands are those of the two products.
 
     Raises LoraForgeError where operands do not fit together, the backend is not there, or the choice is native: the
     engine's own path is the engine's to call.
     """
-    torch.ops.loraforge.lora(*_both(x, a, b, table, plan, z, y, slices, choice))
-
-
-def lora_now(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    table: Tensor,
-    plan: Plan,
-    z: Tensor,
-    y: Tensor,
-    slices: Slices,
-    *,
-    choice: Choice,
-) -> None:
-    """:func:`lora` for a caller that is an op itself, whose inside nothing traces: not through torch's dispatcher once
-    more, which costs the host a third of the call."""
-    _lora(*_both(x, a, b, table, plan, z, y, slices, choice))
-
-
-def _both(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    table: Tensor,
-    plan: Plan,
-    z: Tensor,
-    y: Tensor,
-    slices: Slices,
-    choice: Choice,
-) -> tuple[Any, ...]:
-    """What the op ``lora`` takes."""
-    return x, a, b, table, *_plan(plan), z, y, _flat(slices), choice.planes, *choice.codes
+    call = torch.ops.loraforge.lora if traced else _lora
+    call(x, a, b, table, *_plan(plan), z, y, _flat(slices), choice.planes, *choice.codes)
 
 
 def _plan(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

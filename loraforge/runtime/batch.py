@@ -218,5 +218,5 @@ class Applied:
         tokens = x.shape[0]
         plan = self._batch.plan(tokens, choice.tile, step)
         z = self._batch.workspace(choice.planes, tokens, len(self._slices))
-        lora = api.lora if torch.compiler.is_compiling() else api.lora_now
-        lora(x, self._a, self._b, self._table, plan, z, y, self._slices, choice=choice)
+        traced = torch.compiler.is_compiling()
+        api.lora(x, self._a, self._b, self._table, plan, z, y, self._slices, choice=choice, traced=traced)
