@@ -70,11 +70,12 @@ def lookup(found: list[TunedTiles], engine: str) -> Callable[[Op, Case], Mapping
             return None
         return min(
             measured,
-            key=lambda item: (_ratio(item.rank, case.capacity), _ratio(item.tokens, case.tokens)),
+            key=lambda item: (ratio(item.rank, case.capacity), ratio(item.tokens, case.tokens)),
         ).tiles
 
     return tiles
 
 
-def _ratio(a: int, b: int) -> float:
+def ratio(a: int, b: int) -> float:
+    """How far two counts are from each other, at least 1."""
     return max(a, b) / min(a, b)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from loraforge.bench.cases import PROJECTIONS
-from loraforge.bench.native.tiles import FOLDER, TunedTiles, read_tiles
+from loraforge.bench.native.tiles import FOLDER, TunedTiles, ratio, read_tiles
 from loraforge.dispatch.table import table_path
 
 _ROWS = 16  # of a segment, unless the server is given another --max-lora-chunk-size; the engine then takes the nearest
@@ -37,7 +37,7 @@ def tuned(found: Sequence[TunedTiles], kernel: str, width: int, rank: int, slice
     ]
     if not measured:
         return None
-    best = min(measured, key=lambda item: (max(item.rank, rank) / min(item.rank, rank), -item.tokens))
+    best = min(measured, key=lambda item: (ratio(item.rank, rank), -item.tokens))
     return {_ROWS: dict(best.tiles)} if best.tiles and best.tiles.keys() <= _TOLD else None
 
 
