@@ -124,3 +124,14 @@ def collate(rows: Sequence[Answered], pad: int) -> tuple[Tensor, Tensor]:
         first = number * width + len(row.prompt) - 1
         positions += range(first, first + len(row.answer))
     return ids, torch.tensor(positions)
+
+
+def states_at(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """The last hidden states at the flat ``positions`` that :func:`collate` gives with ``ids``, [positions, hidden]."""
+    states: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
+    return states
+
+
+def log_probabilities(model: Any, states: Tensor) -> Tensor:
+    """Of every token of the vocabulary, float32 [positions, vocabulary]."""
+    return torch.log_softmax(model.get_output_embeddings()(states).float(), dim=-1)

@@ -18,7 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraforge.activation.answers import Answered, AnswerSettings, OpenModel, answer, collate
+from loraforge.activation.answers import (
+    Answered,
+    AnswerSettings,
+    OpenModel,
+    answer,
+    collate,
+    log_probabilities,
+    states_at,
+)
 from loraforge.activation.fisher import FisherMoments, core_keys, fisher_factors, identity, orthonormal
 from loraforge.activation.moments import load_moments, packed, read_header, write_moments
 from loraforge.allocate.problem import Problem
@@ -205,8 +213,7 @@ def answer_log_probabilities(
             tensor.to(model.causal.device)
             for tensor in collate(answered[start : start + settings.batch_size], model.pad)
         )
-        hidden = model.causal.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
-        found.append(torch.log_softmax(model.causal.get_output_embeddings()(hidden).float(), dim=-1))
+        found.append(log_probabilities(model.causal, states_at(model.causal, ids, positions)))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraforge.activation.answers import Answered, AnswerSettings, collate
+from loraforge.activation.answers import Answered, AnswerSettings, collate, log_probabilities, states_at
 from loraforge.errors import InputError
 from loraforge.fleet.train import batches, learning_rate
 from loraforge.quality.arms import Update
@@ -86,9 +86,9 @@ def distil(
             group["lr"] = learning_rate(step, settings.steps, settings.lr, settings.warmup)
         ids, positions = (tensor.to(device) for tensor in collate([answered[i] for i in rows], pad))
         with torch.no_grad():
-            own = _log_probabilities(model, torch.cat([wanted[i] for i in rows]))
+            own = log_probabilities(model, torch.cat([wanted[i] for i in rows]))
         with _beside(model, student):
-            found = _log_probabilities(model, _states(model, ids, positions))
+            found = log_probabilities(model, states_at(model, ids, positions))
         loss = (own.exp() * (own - found)).sum() / len(rows)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
@@ -110,19 +110,8 @@ def _last_states(model: Any, answered: Sequence[Answered], pad: int, batch_size:
     for start in range(0, len(answered), batch_size):
         rows = answered[start : start + batch_size]
         ids, positions = (tensor.to(model.device) for tensor in collate(rows, pad))
-        found += torch.split(_states(model, ids, positions), [len(row.answer) for row in rows])
+        found += torch.split(states_at(model, ids, positions), [len(row.answer) for row in rows])
     return found
-
-
-def _states(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """The last hidden states at ``positions``, [positions, hidden]."""
-    states: Tensor = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[positions]
-    return states
-
-
-def _log_probabilities(model: Any, states: Tensor) -> Tensor:
-    """Of every token of the vocabulary, float32 [positions, vocabulary]."""
-    return torch.log_softmax(model.get_output_embeddings()(states).float(), dim=-1)
 
 
 @contextmanager
