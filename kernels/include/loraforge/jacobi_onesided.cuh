@@ -189,12 +189,13 @@ __device__ __forceinline__ void next_columns(Half<Plan>& q) {
     }
 }
 
+// The steps after `done` others: one writes its angles where the one before does not read.
 template <class Plan, int offset = 0>
-__device__ __forceinline__ void steps(Half<Plan>& p, Half<Plan>& q, double2 (*turn)[Plan::half], double tolerance, int& flags,
-                                      int lane) {
-    step<Plan, offset>(p, q, turn[offset % 2], tolerance, flags, lane);
+__device__ __forceinline__ void steps(Half<Plan>& p, Half<Plan>& q, double2 (*turn)[Plan::half], int done, double tolerance,
+                                      int& flags, int lane) {
+    step<Plan, offset>(p, q, turn[(done + offset) % 2], tolerance, flags, lane);
     next_state(q, Plan::half, lane);
-    if constexpr (offset + 1 < Plan::unroll) steps<Plan, offset + 1>(p, q, turn, tolerance, flags, lane);
+    if constexpr (offset + 1 < Plan::unroll) steps<Plan, offset + 1>(p, q, turn, done, tolerance, flags, lane);
 }
 
 // All pairs of a column of p and one of q.
@@ -203,7 +204,7 @@ __device__ __forceinline__ void across(Half<Plan>& p, Half<Plan>& q, double2 (*t
                                        int lane) {
 #pragma unroll 1
     for (int s = 0; s < Plan::half; s += Plan::unroll) {
-        steps<Plan>(p, q, turn, tolerance, flags, lane);
+        steps<Plan>(p, q, turn, s, tolerance, flags, lane);
         next_columns<Plan::half, Plan::unroll>(q);
     }
 }
