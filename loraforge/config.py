@@ -109,6 +109,17 @@ class QualityConfig(_Strict):
     device: str = Field("auto", description="torch device: auto (cuda where there is one), cpu, cuda, cuda:1")
 
 
+class RefineConfig(_Strict):
+    """How the fleets of ``study.refined`` are trained on (``loraforge refine``)."""
+
+    prompts: int = Field(
+        2048, ge=1, description="prompts of an adapter's training split to learn on, labels unread"
+    )
+    steps: int = Field(200, ge=1, description="steps of each adapter")
+    batch_size: int = Field(16, ge=1, description="answers a step")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+
+
 class StudyConfig(_Strict):
     """Which arms the quality study chooses from on validation splits, and reports on test splits.
 
@@ -138,9 +149,7 @@ class StudyConfig(_Strict):
     answers: int = Field(
         48, ge=1, description="prompts of an adapter's validation split that its Fisher information is of"
     )
-    prompts: int = Field(
-        1024, ge=1, description="prompts of an adapter's training split that it is refined on, labels unread"
-    )
+    refine: RefineConfig = Field(default_factory=lambda: RefineConfig())
 
     @model_validator(mode="after")
     def _possible(self) -> StudyConfig:

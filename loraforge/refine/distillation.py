@@ -61,13 +61,7 @@ def distil(
     not finite any more.
     """
     device = model.device
-    student = {
-        name: (
-            update.a.to(device, torch.float32, copy=True).requires_grad_(True),
-            (update.scale * update.b.to(device, torch.float32)).requires_grad_(True),
-        )
-        for name, update in truncated.items()
-    }
+    student = _Factors({name: _balanced(update) for name, update in truncated.items()}, device)
     teacher = {
         name: (
             update.a.to(device, model.dtype),
@@ -75,7 +69,7 @@ def distil(
         )
         for name, update in original.items()
     }
-    parameters = [factor for pair in student.values() for factor in pair]
+    parameters = [student.whole]
     optimizer = torch.optim.Adam(parameters, lr=settings.lr)
     lengths = [len(row.prompt) + len(row.answer) for row in answered]
     curve: list[float] = []
@@ -87,7 +81,7 @@ def distil(
         ids, positions = (tensor.to(device) for tensor in collate([answered[i] for i in rows], pad))
         with torch.no_grad():
             own = log_probabilities(model, torch.cat([wanted[i] for i in rows]))
-        with _beside(model, student):
+        with _beside(model, student.pairs(model.dtype)):
             found = log_probabilities(model, states_at(model, ids, positions))
         loss = (own.exp() * (own - found)).sum() / len(rows)
         torch.autograd.backward(loss)
@@ -97,8 +91,37 @@ def distil(
         curve.append(float(loss.detach()))
         if not math.isfinite(curve[-1]):
             raise InputError("the divergence is not finite", key="--lr", remedy="lower it")
-    updates = {name: Update(a.detach().cpu(), b.detach().cpu(), 1.0) for name, (a, b) in student.items()}
+    learned = student.pairs(torch.float32)
+    updates = {
+        name: Update(a.detach().to("cpu", copy=True), b.detach().to("cpu", copy=True), 1.0)
+        for name, (a, b) in learned.items()
+    }
     return Refined(updates, tuple(curve))
+
+
+class _Factors:
+    """Float32 factors of all modules in one parameter, ``whole``: steps of hundreds of small ones are launches."""
+
+    def __init__(self, factors: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> None:
+        self._names = list(factors)
+        tensors = [factor for pair in factors.values() for factor in pair]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self.whole = torch.cat([tensor.flatten() for tensor in tensors]).to(device).requires_grad_(True)
+
+    def pairs(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of every module, of ``dtype`` and differentiable."""
+        # one split, whose gradient is one concatenation; that of slices would be as large as the whole, each
+        parts = torch.split(self.whole.to(dtype), [shape.numel() for shape in self._shapes])
+        tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return dict(zip(self._names, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
+
+
+def _balanced(update: Update) -> tuple[Tensor, Tensor]:
+    """A and scale B in float32, where each row of A is as long as its column of B: Adam moves all elements alike."""
+    a, b = update.a.float(), update.scale * update.b.float()
+    longer = a.norm(dim=1).div(b.norm(dim=0)).sqrt()
+    longer = torch.where(longer.isfinite() & (longer > 0), longer, 1.0)
+    return a / longer[:, None], b * longer
 
 
 def _last_states(model: Any, answered: Sequence[Answered], pad: int, batch_size: int) -> list[Tensor]:

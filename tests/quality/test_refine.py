@@ -81,6 +81,30 @@ def test_the_divergence_falls(base: Path, make_adapter: MakeAdapter, tmp_path: P
         distil(model, original, truncated, rows, 0, replace(settings, lr=1e30))
 
 
+def test_learning_begins_at_the_truncation_with_factors_of_equal_length(
+    base: Path, make_adapter: MakeAdapter, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval().requires_grad_(False)
+    original = original_updates(open_adapter(make_adapter(tmp_path / "a", r=4, decay=0.9)))
+    truncated = {name: Update(u.a[:3], 50 * u.b[:, :3], u.scale) for name, u in original.items()}
+    dead = next(iter(truncated.values()))
+    dead.b[:, 2] = 0.0  # a direction that does nothing yet
+    rows = [Answered((5, 6, 7), (8, 9))]
+    still = distil(model, original, truncated, rows, 0, RefineSettings(steps=1, lr=0.0))
+    for name, begun in still.updates.items():
+        wanted = truncated[name].scale * truncated[name].b @ truncated[name].a
+        torch.testing.assert_close(begun.b @ begun.a, wanted)
+        left, right = begun.a.norm(dim=1), begun.b.norm(dim=0)
+        live = right > 0
+        assert live.sum() == (2 if truncated[name] is dead else 3)
+        torch.testing.assert_close(left[live], right[live])
+        assert torch.isfinite(begun.a).all()
+    moved = distil(model, original, truncated, rows, 0, RefineSettings(steps=3, lr=1e-3))
+    assert all(torch.isfinite(update.b @ update.a).all() for update in moved.updates.values())
+
+
 def test_a_refined_fleet_has_the_form_of_the_compressed_one(
     compressed: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -122,7 +122,7 @@ rule refine_fleet:
         compressed=subpath(input.manifest, parent=True),
         base=subpath(input.base, parent=True),
         folder=subpath(output[0], parent=True),
-        limit=STUDY.prompts,
+        learn=STUDY.refine,
         device=DEVICE,
         jobs=JOBS,
         source=source_digest("refine", "activation", "quality/decoding.py"),
@@ -130,7 +130,8 @@ rule refine_fleet:
         "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
         "loraforge refine {params.compressed} --adapters {params.lock} --base {params.base} --prompts {input.prompts}"
-        " --limit {params.limit} --device {params.device} --jobs {params.jobs} -o {params.folder} --force 2>&1 | tee {log}"
+        " --limit {params.learn.prompts} --steps {params.learn.steps} --batch-size {params.learn.batch_size}"
+        " --lr {params.learn.lr} --device {params.device} --jobs {params.jobs} -o {params.folder} --force 2>&1 | tee {log}"
 
 
 rule score_validation:
