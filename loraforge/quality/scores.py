@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ def macro(scores: Mapping[str, float]) -> float:
     """Mean over adapters, each with one vote, in points."""
     if not scores:
         raise UsageError("no scores to average")
-    return sum(scores.values()) / len(scores)
+    # rounded once: a plain sum depends on the version of Python, and selections state hashes of what it gives
+    return math.fsum(scores.values()) / len(scores)
 
 
 def losses(scores: Mapping[str, float], original: Mapping[str, float]) -> dict[str, float]:

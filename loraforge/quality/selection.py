@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,6 +53,20 @@ class Selection(_Strict):
     def digest(self) -> str:
         """What ``sha256`` must be."""
         return sha256_text(canonical_json(self.model_dump(mode="json", exclude={"sha256"})))
+
+    def confirms(self, stated: Selection) -> bool:
+        """Whether ``stated`` makes the same choice of the same scores, but for how sums were rounded."""
+
+        def but_means(selection: Selection) -> dict[str, Any]:
+            kept = selection.model_dump(exclude={"sha256"})
+            for candidate in kept["candidates"]:
+                del candidate["macro"], candidate["worst"]
+            return kept
+
+        return but_means(self) == but_means(stated) and all(
+            max(abs(own.macro - other.macro), abs(own.worst - other.worst)) < _EQUAL
+            for own, other in zip(self.candidates, stated.candidates, strict=True)
+        )
 
 
 def select(

@@ -182,6 +182,18 @@ def test_a_selection_that_the_scores_do_not_make_is_no_evidence() -> None:
     assert claims[-1].claim == "selections that differ from what the scores decide"
 
 
+@pytest.mark.parametrize("name", ["macro", "worst"])
+@pytest.mark.parametrize(("off", "passes"), [(1e-12, True), (1e-6, False)])
+def test_a_mean_may_be_rounded_as_another_version_of_python_does(name: str, off: float, passes: bool) -> None:
+    records = synthetic.study("quality_selection")
+    stated = selection_of(parsed("quality_selection", records))
+    first = stated.candidates[0].model_copy(update={name: getattr(stated.candidates[0], name) + off})
+    other = stated.model_copy(update={"candidates": (first, *stated.candidates[1:])})
+    other = other.model_copy(update={"sha256": other.digest()})
+    found = parsed("quality_selection", [*records[:-1], other.model_dump(mode="json")])
+    assert TARGETS["quality_selection"].claims(found)[-1].passed is passes
+
+
 def test_figures_hold_what_the_standings_say() -> None:
     found = parsed("quality_study", synthetic.study("quality_study"))
     by_arm = standings(found)

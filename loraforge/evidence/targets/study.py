@@ -224,7 +224,7 @@ class QualitySelectionTarget(_StudyTarget):
                 decide_at=stated.decide_at,
                 finalists=len(stated.finalists),
             )
-            differs = again.sha256 != stated.sha256
+            differs = not again.confirms(stated)
         except LoraForgeError:
             differs = True
         return [
