@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,6 @@ MEASURED = {
     ("quality_study", "h200"): (
         *("reach.drop", "reach.drop_over_spectral", "reach.worst", "reach.worst_over_uniform"),
         *("reach.n_over_5", "reach.cts_drop_over_drop"),
-        *(
-            f"quality.{arm}.1/12.{name}"
-            for arm in ("uniform", "spectral")
-            for name in ("delta", "worst", "n_over_5")
-        ),
     ),
     ("cpu_serving", "cpu2"): (
         *(f"tok_s.{arm}.{rate}" for rate in (4, 32, 1000) for arm in CPU_ARMS),
@@ -131,6 +127,12 @@ MEASURED = {
     ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
+REFINED_ARM = "fisher-nofloor-refined"
+REPORTED = (
+    *("uniform", "spectral", "spectral-nofloor", "para", "para-fleet", "sv-ratio", "sv-cumulative", "sv-fro"),
+    *("fisher-sqrt", "fisher-nofloor", "fisher", "fisher-relative", REFINED_ARM),
+    *("cts", "cts-weighted", "cts-diagonal"),
+)
 ROW = re.compile(r"^\| `([\w./-]+)` \| (-?[\d.,]+) \|$", re.MULTILINE)
 
 
@@ -173,6 +175,68 @@ def test_the_table_of_a_study_is_that_of_its_current_evidence(target: str, host:
     assert wanted in page, f"{name}, section Measured, should have:\n\n{wanted}"
     assert stated is not None
     assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
+
+
+def current(target: str, host: str) -> dict[str, Any]:
+    index = (ROOT / "evidence/INDEX.sha256").read_text()
+    bag = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
+    assert bag is not None
+    found: dict[str, Any] = json.loads(
+        (ROOT / "evidence" / target / bag[1] / "data/summary.json").read_text()
+    )
+    return found
+
+
+def rows_of_candidates() -> str:
+    values = current("quality_selection", "h200")
+    bag = next((ROOT / "evidence/quality_selection").glob("*-h200"))
+    lines = (json.loads(line) for line in (bag / "data/records.jsonl").read_text().splitlines())
+    [selection] = [record for record in lines if record.get("record") == "selection"]
+    rows = "| policy | mean | worst | over 5 |\n|---|---|---|---|\n"
+    for one in selection["candidates"]:
+        key = f"quality.{one['policy']}.1/12"
+        cells = signed(values[f"{key}.delta"]), signed(values[f"{key}.worst"])
+        rows += f"| `{one['policy']}` | {cells[0]} | {cells[1]} | {values[f'{key}.n_over_5']} |\n"
+    return rows
+
+
+def rows_of_arms() -> str:
+    values = current("quality_study", "h200")
+    rows = "| arm | 1/24 | 1/12 | worst | over 5 | 1/8 | 1/4 | 1/2 |\n|---|---|---|---|---|---|---|---|\n"
+    for arm in REPORTED:
+        key = f"quality.{arm}."
+        means = {
+            budget: signed(values[f"{key}{budget}.delta"]) if f"{key}{budget}.delta" in values else "–"
+            for budget in ("1/24", "1/12", "1/8", "1/4", "1/2")
+        }
+        low, high, worst = (signed(values[f"{key}1/12.{name}"]) for name in ("ci.low", "ci.high", "worst"))
+        cells = [means["1/24"], f"{means['1/12']} [{low}, {high}]", worst, str(values[f"{key}1/12.n_over_5"])]
+        cells += [means["1/8"], means["1/4"], means["1/2"]]
+        rows += f"| `{arm}` | {' | '.join(cells)} |\n"
+    return rows
+
+
+@pytest.mark.parametrize("rows", [rows_of_candidates, rows_of_arms])
+def test_the_tables_of_the_quality_study_are_those_of_the_evidence(rows: Callable[[], str]) -> None:
+    wanted = rows()
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    assert f"\n\n{wanted}\n" in page, f"docs/quality.md, section Measured, should have:\n\n{wanted}"
+
+
+def test_the_study_in_the_readme_is_that_of_the_evidence() -> None:
+    values = summary("quality_study", "h200")
+    text = README.replace("\n", " ")
+
+    def lost(arm: str) -> str:
+        return f"{-values[f'quality.{arm}.1/12.delta']:.1f}"
+
+    refined = f"{REFINED_ARM}.1/12"
+    assert f"loses {lost('fisher-sqrt')} points at 1/12 where spectral loses {lost('spectral')}" in text
+    assert f"and uniform {lost('uniform')}" in text
+    assert f"{lost(REFINED_ARM)} points remain, {values[f'quality.{refined}.worst']:.1f} of the worst" in text
+    assert values[f"quality.{refined}.n_over_5"] == 0
+    best = min(float(lost(arm)) for arm in ("cts", "cts-weighted", "cts-diagonal"))
+    assert f"lose {best:.1f} or more" in text
 
 
 def test_every_adapter_beats_the_base_on_its_own_test_set() -> None:
