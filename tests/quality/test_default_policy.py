@@ -101,9 +101,8 @@ def test_the_command_line_goes_by_the_norm_of_the_file(
     norm: Norm, base: Path, fleet_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moments = make_moments(norm, base, fleet_folder, tmp_path)
-    common = (fleet_folder, "--budget", "1/2", "--cache", tmp_path / "cache")
-    if moments is not None:
-        common = (*common, "--moments", moments)
+    given = () if moments is None else ("--moments", moments)
+    common = (fleet_folder, "--budget", "1/2", "--cache", tmp_path / "cache", *given)
     out, ranks, default = tmp_path / "out", tmp_path / "ranks.json", DEFAULT_POLICY[norm]
 
     assert run("compress", *common, "--out", out, "--dry-run", "--json") == 0
@@ -135,6 +134,19 @@ def test_the_functions_do_the_same(norm: Norm, base: Path, fleet_folder: Path, t
     assert done.manifest.fleet.policy == default
     named = preview([fleet_folder], BUDGET, tmp_path / "new", cache=None, policy=default, moments=moments)
     assert named.choice.allocation == done.choice.allocation
+
+
+def test_a_file_that_has_changed_settles_nothing(
+    base: Path, fleet_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = make_moments("fisher", base, fleet_folder, tmp_path)
+    assert moments is not None
+    raw = bytearray(moments.read_bytes())
+    raw[-1] ^= 1
+    moments.write_bytes(raw)
+    capsys.readouterr()
+    assert run("allocate", fleet_folder, "--budget", "1/2", "--moments", moments, "-o", tmp_path / "k") == 4
+    assert capsys.readouterr().err.startswith(f"error: {moments}: ")
 
 
 @pytest.mark.parametrize("norm", ["activations", "fisher"])
