@@ -11,6 +11,7 @@ from loraforge.activation.entries import order_fleet, require_moments
 from loraforge.activation.moments import Moments, load_moments
 from loraforge.allocate.allocation import AllocationFile, allocation_file
 from loraforge.allocate.budget import Budget, floor_warning
+from loraforge.allocate.policies import DEFAULT_POLICY
 from loraforge.allocate.policy import Spectra, allocate, problem_of
 from loraforge.allocate.problem import Ints, Problem
 from loraforge.config import Layout, Policy
@@ -62,7 +63,7 @@ def compress(
     out: Path,
     *,
     cache: Path | None,
-    policy: Policy = "spectral",
+    policy: Policy | None = None,
     layouts: Sequence[Layout] = LAYOUTS,
     dtype: str = "bfloat16",
     force: bool = False,
@@ -76,20 +77,21 @@ def compress(
     is one. None keeps none: on one GPU only the directions that the budget keeps are then built, and nothing but the
     output is written; elsewhere factors are put beside ``out`` and removed. ``devices``: see
     :func:`~loraforge.factor.fleet.factorise_fleet`. ``options``: what may be read beyond safetensors. ``moments``: the
-    file that an activation or a fisher policy measures by; its factors are ordered on the CPU.
+    file that an activation or a fisher policy measures by; its factors are ordered on the CPU. ``policy``: None for the
+    default one of what there is to measure with (:func:`settle_policy`); the manifest names it.
 
     On the CPU, peak memory is that of a few adapters' factors and the fleet's spectra. Stages are ``verify``, ``hash``
     (of weights that no lock has verified), ``load`` (to a GPU), ``factor``, ``allocate`` and ``export``. Raises every
     :class:`~loraforge.errors.LoraForgeError` that the stages do; ``out`` appears whole or not at all.
     """
-    known, width = check_request(source, out, cache, policy, dtype, force, moments)
+    chosen, known, width = check_request(source, out, cache, policy, dtype, force, moments)
     stages = Stages()
     with stages("verify"):
         fleet = open_source(source, options)
         refuse_to_replace(out, [adapter.path for adapter in fleet])
     with _factorised(fleet, cache, out, devices, stages, known) as factors:
         with stages("allocate"):
-            choice = choose(fleet_name(source), factors.spectra, policy, budget, width or widest(fleet))
+            choice = choose(fleet_name(source), factors.spectra, chosen, budget, width or widest(fleet))
         # on a GPU, directions are built while they are exported
         before = sum(stages.seconds.values())
         with stages("export"):
@@ -104,22 +106,34 @@ def check_request(
     source: Sequence[Path],
     out: Path,
     cache: Path | None,
-    policy: Policy,
+    policy: Policy | None,
     dtype: str,
     force: bool,
     moments: Path | None,
-) -> tuple[Moments | None, int | None]:
-    """All of a request that can be wrong before its fleet is opened; gives the moments that ``policy`` measures by, and
-    bytes of an exported parameter (None where each keeps its own dtype).
+) -> tuple[Policy, Moments | None, int | None]:
+    """All of a request that can be wrong before its fleet is opened; gives the policy, the moments that it measures by,
+    and bytes of an exported parameter (None where each keeps its own dtype).
 
     Raises UsageError for moments of another norm and an unknown dtype, InputError and IntegrityError for a file of
     moments that is none or has changed, OutputError for an output that cannot be.
     """
-    require_moments(policy, moments)
-    known = None if moments is None else load_moments(moments)
+    chosen, known = settle_policy(policy, moments)
     width = DTYPES[parse_dtype(dtype)]
     refuse_folder(out, [*source, cache], force=force)
-    return known, width
+    return chosen, known, width
+
+
+def settle_policy(policy: Policy | None, moments: Path | None) -> tuple[Policy, Moments | None]:
+    """``policy``, and the opened ``moments`` that it measures by; None is the default policy of the norm of these, or
+    of weights where there are none (:data:`~loraforge.allocate.policies.DEFAULT_POLICY`).
+
+    Raises UsageError for moments of another norm than ``policy`` measures in, InputError and IntegrityError for a file
+    of moments that is none or has changed.
+    """
+    if policy is not None:
+        require_moments(policy, moments)  # by the file's header alone, before all of it is hashed
+    known = None if moments is None else load_moments(moments)
+    return policy or DEFAULT_POLICY["weights" if known is None else known.norm], known
 
 
 def choose(

@@ -99,7 +99,7 @@ def preview(
     out: Path,
     *,
     cache: Path | None,
-    policy: Policy = "spectral",
+    policy: Policy | None = None,
     layouts: Sequence[Layout] = LAYOUTS,
     dtype: str = "bfloat16",
     force: bool = False,
@@ -111,7 +111,7 @@ def preview(
     Writes nothing, fetches nothing (InputError where a lock names what the user's store lacks), and raises what that
     would raise before it writes: of an output that cannot be, a budget, an input.
     """
-    known, width = check_request(source, out, cache, policy, dtype, force, moments)
+    chosen, known, width = check_request(source, out, cache, policy, dtype, force, moments)
     target = None if dtype == "source" else getattr(torch, dtype)
     stages = Stages()
     with stages("verify"):
@@ -133,7 +133,7 @@ def preview(
                 for adapter in track(fleet, "spectra", len(fleet))
             ]
         with stages("allocate"):
-            choice = choose(fleet_name(source), spectra, policy, budget, width or widest(fleet))
+            choice = choose(fleet_name(source), spectra, chosen, budget, width or widest(fleet))
         ranks = choice.allocation.ranks
         with stages("sizes"):
             sizes = {

@@ -91,3 +91,11 @@ RULES: dict[Policy, Rule] = {
     "sv-cumulative": Rule(Cut(cumulative)),
     "sv-fro": Rule(Cut(frobenius)),
 }
+
+# The policy where none is named, by what there is to measure with: of the candidates of its norm, the one that
+# evidence/quality_selection ranks first by validation scores. No score of a test split has a say in it.
+DEFAULT_POLICY: dict[Norm, Policy] = {
+    "weights": "adapter-sqrt",
+    "activations": "activation",
+    "fisher": "fisher-sqrt",
+}

@@ -30,7 +30,7 @@ def benchmark(
     passes: int = 3,
     arms: Sequence[Arm] = ARMS,
 ) -> list[dict[str, Any]]:
-    """Time :func:`loraforge.compress.compress` (ragged layout, BF16) on a fleet; the records of target
+    """Time :func:`loraforge.compress.compress` (spectral policy, ragged layout, BF16) on a fleet; the records of target
     ``end_to_end_compression``.
 
     Arm ``deferred`` keeps no cache, and builds only the directions that ``budget`` keeps; ``cached`` starts from an
@@ -49,7 +49,7 @@ def benchmark(
                     shutil.rmtree(folder, ignore_errors=True)
                 started = time.perf_counter()
                 kept = cache if arm == "cached" else None
-                done = compress(source, budget, out, cache=kept, layouts=("ragged",))
+                done = compress(source, budget, out, cache=kept, policy="spectral", layouts=("ragged",))
                 seconds = time.perf_counter() - started
                 entries = [m for a in done.manifest.adapters.values() for m in a.modules.values()]
                 error = max(error, *(entry.certificate.action_error for entry in entries))

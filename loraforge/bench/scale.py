@@ -195,7 +195,8 @@ def _work(step: Step, line: Connection) -> None:
 
 
 def _take(step: Step) -> dict[str, Any]:
-    """What ``loraforge factor --keep spectra``, or ``loraforge allocate``, does once its modules are imported."""
+    """What ``loraforge factor --keep spectra``, or ``loraforge allocate`` by the spectral policy, does once its modules
+    are imported."""
     baseline, before = _peak_gib(), time.process_time()
     stages = Stages()
     with uncollected():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from loraforge.cli import completion
+from loraforge.cli.choosing import MomentsFile, PolicyName
 from loraforge.cli.reading import AllowPickle, BaseFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -22,13 +23,7 @@ def allocate(
     out: Annotated[
         Path, typer.Option("-o", "--out", help="allocation file to write (JSON)", show_default=False)
     ],
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md",
-            autocompletion=completion.policies,
-        ),
-    ] = "spectral",
+    policy: PolicyName = None,
     budget: Annotated[
         str | None,
         typer.Option(help="share of the nominal ranks: 1/12 or 0.25", autocompletion=completion.budgets),
@@ -60,9 +55,7 @@ def allocate(
     cost: Annotated[
         str, typer.Option(help="a second ceiling: bytes:8,16,32 (ranks padded), or JSON of microseconds")
     ] = "parameters",
-    moments: Annotated[
-        Path | None, typer.Option(help="file of `loraforge moments`, for the activation policies")
-    ] = None,
+    moments: MomentsFile = None,
     cache: Annotated[Path, typer.Option(help="folder of the factor cache")] = Path(".cache/loraforge"),
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, for missing factors")] = "auto",
     records: Annotated[
@@ -81,7 +74,7 @@ def allocate(
 
     # everything that the command line alone can get wrong, before torch is imported
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
-    chosen_policy, chosen_method = parse_policy(policy), parse_method(method)
+    named, chosen_method = None if policy is None else parse_policy(policy), parse_method(method)
     width = DTYPES[parse_dtype(dtype)]
     least = None if adapter_floor is None else parse_share(adapter_floor, "--adapter-floor")
     most = None if adapter_ceiling is None else parse_share(adapter_ceiling, "--adapter-ceiling")
@@ -99,12 +92,11 @@ def allocate(
             raise UsageError("is the allocation file, too", key="--records", remedy="name another file")
         refuse_records(records)
 
-    from loraforge.activation.entries import entries_of, require_moments
-    from loraforge.activation.moments import load_moments
+    from loraforge.activation.entries import entries_of
     from loraforge.allocate.allocation import allocation_file, save_allocation
     from loraforge.allocate.policy import allocate as choose
     from loraforge.allocate.policy import allocation_records, problem_of
-    from loraforge.compress import widest
+    from loraforge.compress import settle_policy, widest
     from loraforge.factor.streaming import stream_source
     from loraforge.fleet.lock import fleet_name
     from loraforge.fleet.options import ReadOptions
@@ -112,15 +104,14 @@ def allocate(
     from loraforge.garbage import uncollected
     from loraforge.progress import say
 
-    require_moments(chosen_policy, moments)
+    chosen_policy, known = settle_policy(named, moments)
     reading = ReadOptions(allow_pickle, base)
     with uncollected():
-        if moments is None and width is not None:
+        if known is None and width is not None:
             entries = stream_source(
                 source, cache, need="spectra", method=chosen_method, options=reading
             ).entries
         else:  # moments are of modules, and so are stored types
-            known = None if moments is None else load_moments(moments)
             fleet = open_source(source, reading)
             entries = entries_of(fleet, cache, moments=known, method=chosen_method)
             width = width or widest(fleet)
@@ -133,6 +124,6 @@ def allocate(
     if records is not None:
         write_jsonl(records, allocation_records(problem, chosen))
     say(
-        f"{out}: {policy} at {wanted}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
+        f"{out}: {chosen_policy} at {wanted}: {chosen.spent:,} of {chosen.ceiling.params:,} parameters, "
         f"{chosen.retained_energy:.1%} of the energy, ranks {chosen.k.min()} to {chosen.k.max()}"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraforge.cli import completion
+from loraforge.cli.choosing import MomentsFile, PolicyName
 from loraforge.cli.reading import AllowPickle, BaseFolder
 
 if TYPE_CHECKING:
@@ -41,13 +42,7 @@ def compress(
     ] = None,
     params: Annotated[int | None, typer.Option(help="most parameters of the whole fleet, instead")] = None,
     bytes_: Annotated[int | None, typer.Option("--bytes", help="most bytes of all factors, instead")] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="spectral, uniform, fair, adapter-relative, ...: see docs/policies.md",
-            autocompletion=completion.policies,
-        ),
-    ] = "spectral",
+    policy: PolicyName = None,
     layout: Annotated[
         str,
         typer.Option(help="ragged (PEFT, vLLM), padded (SGLang) or both", autocompletion=completion.layouts),
@@ -72,9 +67,7 @@ def compress(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="keep no factors: faster on a GPU where one budget is all")
     ] = False,
-    moments: Annotated[
-        Path | None, typer.Option(help="file of `loraforge moments`, for the activation policies")
-    ] = None,
+    moments: MomentsFile = None,
     devices: Annotated[
         int, typer.Option(min=1, help="how many GPUs to use, each for some of the adapters")
     ] = 1,
@@ -89,7 +82,7 @@ def compress(
 
     # everything that the command line alone can get wrong, before torch is imported
     wanted = parse_budget(budget, params=params, bytes_=bytes_)
-    chosen, layouts = parse_policy(policy), parse_layouts(layout)
+    chosen, layouts = None if policy is None else parse_policy(policy), parse_layouts(layout)
     parse_dtype(dtype)
     kept = None if no_cache else cache
     refuse_folder(out, [*source, kept], force=force)

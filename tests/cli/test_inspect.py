@@ -44,7 +44,7 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     shown = capsys.readouterr().out
     manifest = json.loads((out / "manifest.json").read_text())
     fleet = manifest["fleet"]
-    assert "tiny/[base]: spectral at 1/2" in shown
+    assert "tiny/[base]: adapter-sqrt at 1/2" in shown
     assert f"{fleet['spent']:,} of {fleet['budget']['params']:,} parameters" in shown
     modules = [
         (module["certificate"]["retained_energy"], name, path, module)
@@ -83,7 +83,7 @@ def test_names_and_budgets_are_shown_as_they_are(
     capsys.readouterr()
     assert run("inspect", out) == 0
     shown = capsys.readouterr().out
-    assert "spectral at 2000 bytes," in shown
+    assert "adapter-sqrt at 2000 bytes," in shown
     assert shown.count("  [bold]v1 ") > 1
 
 

@@ -220,7 +220,8 @@ def test_command_lines(
     capsys.readouterr()
     assert run("export", ranks, *common, "--out", tmp_path / "more") == 2
     assert "--moments: the activation policy measures activations; collect them" in capsys.readouterr().err
-    assert run("allocate", *common, "--budget", "1/2", "--moments", file, "-o", ranks) == 2
+    spectral = (*common, "--budget", "1/2", "--policy", "spectral")
+    assert run("allocate", *spectral, "--moments", file, "-o", ranks) == 2
     assert "--moments: the spectral policy measures weights alone" in capsys.readouterr().err
 
 

@@ -28,7 +28,9 @@ SETTINGS = RefineSettings(steps=6, max_new_tokens=4, batch_size=2)
 
 @pytest.fixture
 def compressed(tmp_path: Path, fleet_folder: Path) -> Path:
-    compress([fleet_folder], parse_budget("1/4"), tmp_path / "small", cache=tmp_path / "cache")
+    compress(
+        [fleet_folder], parse_budget("1/4"), tmp_path / "small", cache=tmp_path / "cache", policy="spectral"
+    )
     return tmp_path / "small"
 
 

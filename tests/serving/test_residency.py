@@ -77,7 +77,9 @@ def served(tmp_path: Path, make_adapter: MakeAdapter) -> dict[str, Any]:
     """An experiment over a fleet of four adapters and its compressed edition."""
     for seed, rank in enumerate((4, 4, 8, 16)):
         make_adapter(tmp_path / "original" / f"a{seed}", r=rank, targets=SEVEN, seed=seed)
-    compress([tmp_path / "original"], parse_budget("1/4"), tmp_path / "spectral", cache=None)
+    compress(
+        [tmp_path / "original"], parse_budget("1/4"), tmp_path / "spectral", cache=None, policy="spectral"
+    )
     (tmp_path / "base").mkdir()
     config = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
