@@ -87,12 +87,21 @@ class OpenModel:
 def answer(
     model: Any, tokenizer: Any, texts: Sequence[str], pad: int, settings: AnswerSettings
 ) -> list[Answered]:
-    """Greedy answers of ``model`` to ``texts``, the end token included, shortest prompt first."""
+    """Greedy answers of ``model`` to ``texts``, the end token included, shortest prompt first.
+
+    Texts without a token are left out; raises InputError where that leaves none.
+    """
     encoded = sorted(
         (tokenizer(text, add_special_tokens=False)["input_ids"][-settings.max_tokens :] for text in texts),
         key=len,
     )
     encoded = [ids for ids in encoded if ids]
+    if not encoded:
+        raise InputError(
+            "the tokenizer finds no token in any prompt of an adapter",
+            key="--prompts",
+            remedy="give it others",
+        )
     end = tokenizer.eos_token_id
     # a tokenizer may have no end, or one that the model has no logit of
     stops = torch.arange(model.config.vocab_size) == (-1 if end is None else end)

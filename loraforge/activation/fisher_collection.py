@@ -63,6 +63,7 @@ class FisherSettings(AnswerSettings):
 
 _SOURCE = (
     *(f"activation/{name}.py" for name in ("answers", "fisher", "fisher_collection")),
+    "quality/arms.py",
     "quality/decoding.py",
 )
 DEFAULTS = FisherSettings()

@@ -97,7 +97,7 @@ def _losses(axes: Axes, rows: Table, arms: list[str], adapters: list[str], budge
 def _lines(axes: Axes, rows: Table, panel: str, arms: list[str], budgets: list[str]) -> None:
     study.curves(axes, rows, panel, arms, budgets)
     axes.set_ylim(bottom=0)
-    axes.yaxis.get_major_locator().set_params(integer=True)  # half an adapter is none
+    axes.locator_params(axis="y", integer=True)  # half an adapter is none
     words = {"worst": "Points lost", "n_over_5": "Adapters"}
     titles = {"worst": "(b) The worst adapter", "n_over_5": "(c) Losing more than 5 points"}
     axes.set_ylabel(words[panel])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraforge.activation.answers import Answered, AnswerSettings, collate, log_probabilities, states_at
-from loraforge.errors import InputError
+from loraforge.errors import InputError, UsageError
 from loraforge.fleet.train import batches, learning_rate
 from loraforge.quality.arms import Update
 
@@ -27,6 +27,8 @@ class RefineSettings(AnswerSettings):
     lr: peak learning rate; it rises over the first ``warmup`` share of the steps and falls to zero as a half cosine.
     clip: largest gradient norm of a step.
     seed: of the order of the answers.
+
+    Raises UsageError for a rate that is negative or not finite.
     """
 
     steps: int = 200
@@ -34,6 +36,10 @@ class RefineSettings(AnswerSettings):
     warmup: float = 0.1
     clip: float = 1.0
     seed: int = 20261130
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lr < math.inf:
+            raise UsageError("no learning rate", key="--lr", remedy="give a finite one")
 
 
 DEFAULTS = RefineSettings()

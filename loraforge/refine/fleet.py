@@ -183,7 +183,11 @@ def _key(pair: _Pair, base_sha256: str, texts: Sequence[str], device: str, setti
                 "device": device.partition(":")[0],
                 "settings": asdict(settings),
                 "source": source_digest(
-                    "refine", "activation/answers.py", "quality/decoding.py", "fleet/train.py"
+                    "refine",
+                    "activation/answers.py",
+                    "quality/arms.py",
+                    "quality/decoding.py",
+                    "fleet/train.py",
                 ),
             }
         )

@@ -182,6 +182,20 @@ def test_a_selection_that_the_scores_do_not_make_is_no_evidence() -> None:
     assert claims[-1].claim == "selections that differ from what the scores decide"
 
 
+def test_a_selection_may_not_leave_out_a_policy_that_was_scored() -> None:
+    records = synthetic.study("quality_selection")
+    stated = selection_of(parsed("quality_selection", records))
+    fewer = selection_from(
+        [Score.model_validate(record) for record in records[:-1]],
+        fleet=stated.fleet,
+        candidates=[one.policy for one in stated.candidates[1:]],
+        decide_at=stated.decide_at,
+        finalists=1,
+    )
+    found = parsed("quality_selection", [*records[:-1], fewer.model_dump(mode="json")])
+    assert not TARGETS["quality_selection"].claims(found)[-1].passed
+
+
 @pytest.mark.parametrize("name", ["macro", "worst"])
 @pytest.mark.parametrize(("off", "passes"), [(1e-12, True), (1e-6, False)])
 def test_a_mean_may_be_rounded_as_another_version_of_python_does(name: str, off: float, passes: bool) -> None:

@@ -14,7 +14,7 @@ from loraforge.activation.answers import Answered
 from loraforge.allocate.budget import parse_budget
 from loraforge.cli import main
 from loraforge.compress import compress
-from loraforge.errors import InputError, IntegrityError, OutputError
+from loraforge.errors import InputError, IntegrityError, OutputError, UsageError
 from loraforge.export.manifest import Manifest, load_manifest
 from loraforge.fleet.peft_io import open_adapter, open_fleet
 from loraforge.quality.arms import Update, original_updates
@@ -169,10 +169,18 @@ def test_what_does_not_belong_together(
         run(fleet)
     with pytest.raises(InputError, match="b: no prompts of this adapter"):
         run(open_fleet([tmp_path / "fleet"]), {"a": ["x"]})
+    with pytest.raises(InputError, match="--prompts: the tokenizer finds no token in any prompt"):
+        run(open_fleet([tmp_path / "fleet"]), {"a": [""], "b": ["x"]})
     make_adapter(tmp_path / "fleet" / "b", r=4, seed=2)
     with pytest.raises(IntegrityError, match="is not what the fleet was compressed from"):
         run(open_fleet([tmp_path / "fleet"]))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lr", [-1e-3, float("inf"), float("nan")])
+def test_a_learning_rate_is_finite(lr: float) -> None:
+    with pytest.raises(UsageError, match="--lr: no learning rate; give a finite one"):
+        replace(SETTINGS, lr=lr)
 
 
 def test_command_line(

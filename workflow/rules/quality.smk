@@ -125,7 +125,13 @@ rule refine_fleet:
         learn=STUDY.refine,
         device=DEVICE,
         jobs=JOBS,
-        source=source_digest("refine", "activation", "quality/decoding.py"),
+        source=source_digest(
+            "refine",
+            "activation",
+            "quality/arms.py",
+            "quality/decoding.py",
+            "fleet/train.py",
+        ),
     message:
         "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:

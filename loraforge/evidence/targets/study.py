@@ -215,12 +215,13 @@ class QualitySelectionTarget(_StudyTarget):
     split: ClassVar = "validation"
 
     def claims(self, records: Sequence[Record]) -> list[Claim]:
-        stated = selection_of(records)
+        stated, scores = selection_of(records), scores_of(records)
         try:
             again = selection_from(
-                scores_of(records),
+                scores,
                 fleet=stated.fleet,
-                candidates=[one.policy for one in stated.candidates],
+                # all that were scored there: a selection cannot leave out what would have won
+                candidates=sorted({item.arm for item in scores if item.budget == stated.decide_at}),
                 decide_at=stated.decide_at,
                 finalists=len(stated.finalists),
             )
