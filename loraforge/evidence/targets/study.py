@@ -141,7 +141,9 @@ class _StudyTarget(Target[Record]):
     """
 
     split: ClassVar[Split]
-    sources: ClassVar = ("quality",)
+    sources: ClassVar = (
+        *("activation", "allocate", "cts", "export", "factor", "fleet/train.py", "quality", "refine"),
+    )
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(
         Annotated[
             Annotated[Score, Tag("score")] | Annotated[Selection, Tag("selection")], Discriminator(_kind)
