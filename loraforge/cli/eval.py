@@ -55,9 +55,10 @@ def run(
     """Score adapters under every arm of the configuration. Arms that are scored already are not run again."""
     # OpenMP threads that spin at barriers make torch several times slower where cores are shared; read at import
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraforge.cli.outputs import refuse_scores
     from loraforge.config import load_config
     from loraforge.errors import UsageError
-    from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.files import write_jsonl
     from loraforge.fleet.download.fleet import fetch_fleet
     from loraforge.fleet.lock import load_lock
     from loraforge.quality.selection import load_selection
@@ -71,7 +72,7 @@ def run(
                 f"what was chosen is reported on the test split, not on {quality.split}", key="--selected"
             )
         policies += load_selection(selected).finalists
-    refuse_unwritable(out)
+    refuse_scores(out)
 
     lock = load_lock(settled.fleet)
     fetch_fleet(lock, settled.fleet)  # first: what scores keeps this process off the network
@@ -114,14 +115,14 @@ def select(
     finalists: Annotated[int, typer.Option(min=1, help="how many go on to the test split")] = 1,
 ) -> None:
     """Choose policies by their validation scores. `eval run --selected` then reports them on the test split."""
+    from loraforge.cli.outputs import refuse_selection
     from loraforge.evidence.targets.quality import QualityTarget
     from loraforge.evidence.targets.study import selection_from
-    from loraforge.files import refuse_unwritable
     from loraforge.fleet.lock import load_lock
     from loraforge.progress import say
     from loraforge.quality.selection import save_selection
 
-    refuse_unwritable(out)
+    refuse_selection(out)
     name = load_lock(fleet).name
     scores = [score for path in records for score in QualityTarget().read(path)]
     selection = selection_from(

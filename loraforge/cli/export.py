@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from loraforge.cli.choosing import MomentsFile
 from loraforge.cli.reading import AllowPickle, BaseFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -26,9 +27,7 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32, or source for each one's own")
     ] = "bfloat16",
-    moments: Annotated[
-        Path | None, typer.Option(help="file of moments that an activation policy was allocated with")
-    ] = None,
+    moments: MomentsFile = None,
     method: Annotated[str, typer.Option(help="auto, gram, tsqr or reference, of the factors")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="replace what is in OUT")] = False,
     allow_pickle: AllowPickle = False,

@@ -49,8 +49,8 @@ def lock(
     connections: Connections = 8,
 ) -> None:
     """Check and hash adapters into a lock. It has their names, places, sizes and SHA-256; revisions become commits."""
+    from loraforge.cli.outputs import refuse_lock
     from loraforge.errors import UsageError
-    from loraforge.files import refuse_unwritable
     from loraforge.fleet.spec import is_spec, load_spec, parse_arguments
 
     spec_file = Path(adapters[0]) if len(adapters) == 1 and is_spec(Path(adapters[0])) else None
@@ -61,7 +61,7 @@ def lock(
     if out.suffix != ".json":  # a command takes nothing else for a lock; and the list, say, stays what it is
         raise UsageError(f"{str(out)!r} is no name of a lock", key="--out", remedy="let it end in .json")
     spec = parse_arguments(adapters) if spec_file is None else load_spec(spec_file)
-    refuse_unwritable(out)
+    refuse_lock(out)
 
     from loraforge.fleet.lock import save_lock
     from loraforge.fleet.locking import lock_spec

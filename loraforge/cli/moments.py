@@ -50,9 +50,9 @@ def moments(
     Of TEXTS: second moments of module inputs, once per base model, for the activation policies. With --adapters and
     --prompts: the Fisher information of each adapter's own answers, for the fisher policies. Labels are never read.
     """
-    from loraforge.files import refuse_unwritable
+    from loraforge.cli.outputs import refuse_moments
 
-    refuse_unwritable(out)
+    refuse_moments(out)
     if adapters and (texts or prompts is None):
         raise UsageError(
             "adapters answer prompts of their own",

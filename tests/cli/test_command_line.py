@@ -23,6 +23,8 @@ from loraforge.errors import LoraForgeError
 from loraforge.evidence.targets import TARGETS
 from loraforge.figures import FIGURES
 
+CONFIG = str(Path(__file__).resolve().parents[2] / "config/tiny.yaml")
+
 
 def commands(command: object, name: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     yield name
@@ -242,6 +244,53 @@ def test_no_file_of_another_kind_is_written_over(
     error = f"error: {name}: exists and is no {kind}; choose another name, or remove it\n"
     assert capsys.readouterr().err == error
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    "name", ["fleet/adapter_config.json", "manifest.json", "prompts.json", "tensors.json"]
+)
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (("fleet", "lock", "fleet"), "fleet lock"),
+        (("moments", "base", "prompts.json"), "file of moments"),
+        (
+            ("eval", "select", "scores.jsonl", "--candidates", "fair", "--fleet", "lock"),
+            "selection of policies",
+        ),
+        (("eval", "run", "--config", CONFIG, "--base", "base", "--allocations", "ranks"), "file of scores"),
+    ],
+)
+def test_nor_by_what_measures_and_chooses(
+    tmp_path: Path,
+    make_adapter: MakeAdapter,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    kind: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_adapter(tmp_path / "fleet")
+    (tmp_path / "manifest.json").write_text('{"schema": "loraforge.manifest/1"}')
+    (tmp_path / "prompts.json").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "tensors.json").write_bytes((tmp_path / "fleet/adapter_model.safetensors").read_bytes())
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "-o", name])
+    error = f"error: {name}: exists and is no {kind}; choose another name, or remove it\n"
+    assert (caught.value.code, capsys.readouterr().err) == (5, error)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_a_lock_is_written_over(tmp_path: Path, make_adapter: MakeAdapter) -> None:
+    make_adapter(tmp_path / "fleet")
+    lock = tmp_path / "fleet.lock.json"
+    for name in ("first", "second"):
+        with pytest.raises(SystemExit) as caught:
+            main(["fleet", "lock", str(tmp_path / "fleet"), "--name", name, "-o", str(lock)])
+        assert caught.value.code == 0
+        assert json.loads(lock.read_text())["name"] == name
 
 
 def test_outputs_of_their_own_kind_are_written_over(
