@@ -10,6 +10,7 @@ chrF is Popović (2015), character n-grams to order 6, beta 2, as sacrebleu comp
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -48,7 +49,7 @@ def aggregate(metric: str, stats: Sequence[Sequence[float]]) -> float:
     if not stats:
         raise UsageError("no predictions to aggregate", key=metric)
     if metric != "field_f1":
-        return sum(stat[0] for stat in stats) / len(stats)
+        return math.fsum(stat[0] for stat in stats) / len(stats)  # rounded once, by any version of Python
     hits, spurious, missed = (sum(stat[i] for stat in stats) for i in range(3))
     total = 2 * hits + spurious + missed
     return 200.0 * hits / total if total else 0.0
