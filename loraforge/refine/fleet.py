@@ -29,6 +29,7 @@ from loraforge.fleet.base_model import tensors_sha256
 from loraforge.fleet.peft_io import Adapter, open_adapter
 from loraforge.progress import progress
 from loraforge.quality.arms import Update, original_updates
+from loraforge.refine import SOURCE
 from loraforge.refine.distillation import DEFAULTS, RefineSettings, distil
 from loraforge.workers import each
 
@@ -182,13 +183,7 @@ def _key(pair: _Pair, base_sha256: str, texts: Sequence[str], device: str, setti
                 "texts": list(texts),
                 "device": device.partition(":")[0],
                 "settings": asdict(settings),
-                "source": source_digest(
-                    "refine",
-                    "activation/answers.py",
-                    "quality/arms.py",
-                    "quality/decoding.py",
-                    "fleet/train.py",
-                ),
+                "source": source_digest(*SOURCE),
             }
         )
     )

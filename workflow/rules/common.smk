@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loraforge.allocate.policies import RULES
 from loraforge.config import parse_config
-from loraforge import jit, quality
+from loraforge import jit, quality, refine
 from loraforge.digest import source_digest
 from loraforge.evidence.index import current_bags
 from loraforge.evidence.targets import TARGETS

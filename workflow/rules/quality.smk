@@ -125,13 +125,7 @@ rule refine_fleet:
         learn=STUDY.refine,
         device=DEVICE,
         jobs=JOBS,
-        source=source_digest(
-            "refine",
-            "activation",
-            "quality/arms.py",
-            "quality/decoding.py",
-            "fleet/train.py",
-        ),
+        source=source_digest("activation", *refine.SOURCE),
     message:
         "Refine the fleet: {wildcards.policy} at {wildcards.budget}"
     shell:
