@@ -43,15 +43,14 @@ def export(
     parse_dtype(dtype)
     refuse_folder(out, [allocation, *source, cache], force=force)
 
-    from loraforge.activation.entries import entries_of, require_moments, source_of
-    from loraforge.activation.moments import load_moments
+    from loraforge.activation.entries import entries_of, source_of
+    from loraforge.compress import settle_policy
     from loraforge.export.writer import export_fleet, require_same_modules
     from loraforge.fleet.options import ReadOptions
     from loraforge.fleet.source import open_source
 
     ranks = load_allocation(allocation)
-    require_moments(ranks.policy, moments)
-    known = None if moments is None else load_moments(moments)
+    _, known = settle_policy(ranks.policy, moments)
     fleet = open_source(source, ReadOptions(allow_pickle, base))
     require_same_modules(fleet, ranks)
     manifest = export_fleet(
