@@ -10,18 +10,25 @@ from typing import Any
 
 import pytest
 
+from loraforge.evidence.index import current_bags
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BAGS = current_bags(ROOT / "evidence")
 
 
 def summary(target: str, host: str) -> dict[str, Any]:
-    index = (ROOT / "evidence/INDEX.sha256").read_text()
-    match = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
-    assert match, (target, host)
-    assert f"evidence/{target}/{match[1]}" in README
-    found: dict[str, Any] = json.loads(
-        (ROOT / "evidence" / target / match[1] / "data/summary.json").read_text()
-    )
+    bag = current(target, host)
+    assert bag.relative_to(ROOT).as_posix() in README
+    return values_of(bag)
+
+
+def current(target: str, host: str) -> Path:
+    return ROOT / "evidence" / target / BAGS[target, host]
+
+
+def values_of(bag: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((bag / "data/summary.json").read_text())
     return found
 
 
@@ -163,33 +170,22 @@ def test_numbers_are_shown_to_three_digits() -> None:
 def test_the_table_of_a_study_is_that_of_its_current_evidence(target: str, host: str) -> None:
     name = PAGES.get(target, "docs/kernels.md")
     page = (ROOT / name).read_text(encoding="utf-8")
-    index = (ROOT / "evidence/INDEX.sha256").read_text()
-    current = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
     stated = re.search(rf"^From `evidence/{target}/([\w-]+)`:\n\n((?:\|.*\n)+)", page, re.MULTILINE)
-    if current is None:
+    if (target, host) not in BAGS:
         assert stated is None, f"{name} states numbers of {target}, of which there is no evidence"
         pytest.skip(f"no evidence of {target} on {host} yet")
-    values = json.loads((ROOT / "evidence" / target / current[1] / "data/summary.json").read_text())
+    bag = current(target, host)
+    values = values_of(bag)
     rows = "".join(f"| `{key}` | {shown(values[key])} |\n" for key in MEASURED[target, host])
-    wanted = f"From `evidence/{target}/{current[1]}`:\n\n| key | value |\n|---|---|\n{rows}"
+    wanted = f"From `evidence/{target}/{bag.name}`:\n\n| key | value |\n|---|---|\n{rows}"
     assert wanted in page, f"{name}, section Measured, should have:\n\n{wanted}"
     assert stated is not None
     assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
 
 
-def current(target: str, host: str) -> dict[str, Any]:
-    index = (ROOT / "evidence/INDEX.sha256").read_text()
-    bag = re.search(rf"^# current {target} {host} (\S+)$", index, re.MULTILINE)
-    assert bag is not None
-    found: dict[str, Any] = json.loads(
-        (ROOT / "evidence" / target / bag[1] / "data/summary.json").read_text()
-    )
-    return found
-
-
 def rows_of_candidates() -> str:
-    values = current("quality_selection", "h200")
-    bag = next((ROOT / "evidence/quality_selection").glob("*-h200"))
+    bag = current("quality_selection", "h200")
+    values = values_of(bag)
     lines = (json.loads(line) for line in (bag / "data/records.jsonl").read_text().splitlines())
     [selection] = [record for record in lines if record.get("record") == "selection"]
     rows = "| policy | mean | worst | over 5 |\n|---|---|---|---|\n"
@@ -201,7 +197,7 @@ def rows_of_candidates() -> str:
 
 
 def rows_of_arms() -> str:
-    values = current("quality_study", "h200")
+    values = values_of(current("quality_study", "h200"))
     rows = "| arm | 1/24 | 1/12 | worst | over 5 | 1/8 | 1/4 | 1/2 |\n|---|---|---|---|---|---|---|---|\n"
     for arm in REPORTED:
         key = f"quality.{arm}."

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 from tiny_model import PROMPTS
 
 from loraforge.activation.fisher_collection import FisherSettings, collect_fisher
@@ -19,6 +18,7 @@ from loraforge.cli import main
 from loraforge.compress import compress
 from loraforge.config import Policy
 from loraforge.errors import InputError, UsageError
+from loraforge.evidence.index import current_bags
 from loraforge.evidence.targets.study import (
     QualitySelectionTarget,
     Record,
@@ -56,12 +56,8 @@ def run(*arguments: object) -> int:
 @pytest.fixture(scope="module")
 def selection_records() -> list[Record]:
     """Records of the current selection on the machine that scored every candidate."""
-    index = (ROOT / "evidence/INDEX.sha256").read_text(encoding="utf-8")
-    match = re.search(r"^# current quality_selection h200 (\S+)$", index, re.MULTILINE)
-    assert match
-    lines = (ROOT / "evidence/quality_selection" / match[1] / "data/records.jsonl").read_text("utf-8")
-    record: TypeAdapter[Record] = QualitySelectionTarget.record
-    return [record.validate_json(line) for line in lines.splitlines()]
+    bag = current_bags(ROOT / "evidence")["quality_selection", "h200"]
+    return QualitySelectionTarget().read(ROOT / "evidence/quality_selection" / bag / "data/records.jsonl")
 
 
 @pytest.mark.parametrize("norm", NORMS)
