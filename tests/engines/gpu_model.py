@@ -1,8 +1,9 @@
 """A small model of random weights and adapters of many kinds, for the tests of both engines on a GPU, and the answers
 that transformers gives in FP32.
 
-Tolerance: BF16 execution against FP32. A greedy token must be within 0.15 of the best token of the FP32 model with the
-adapter folded in, and its log-probability within 0.15 of the FP32 one; adapters move log-probabilities by more than 1.
+Tolerance: BF16 execution against FP32. The log-probability of a greedy token must be within 0.15 of that of the FP32
+model with the adapter folded in, and the token within twice that of the FP32 model's best: two tokens whose
+log-probabilities are off by so much, one up and one down, change places. Adapters move log-probabilities by more than 1.
 """
 
 from __future__ import annotations
@@ -198,6 +199,6 @@ def check_tokens(served: Mapping[str, Rows], reference: Reference) -> None:
         for row in rows:
             wanted = reference.logprobs(row)
             chosen = wanted.gather(1, torch.tensor(row["tokens"], device=wanted.device)[:, None])[:, 0]
-            assert (wanted.max(1).values - chosen).max() <= TOLERANCE, (part, row["adapter"])
+            assert (wanted.max(1).values - chosen).max() <= 2 * TOLERANCE, (part, row["adapter"])
             off = (chosen.cpu() - torch.tensor(row["logprobs"])).abs().max()
             assert off <= TOLERANCE, (part, row["adapter"])
