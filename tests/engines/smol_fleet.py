@@ -2,12 +2,12 @@
 much two executions of one adapter may differ.
 
 Tolerance: both executions are in BF16, which alone moves the log-probabilities of these answers by 0.02 on average, by
-0.06 for the worst adapter and by 0.6 at most, and parts one answer in six at a near tie (transformers in BF16 against
-FP32 on a processor, all adapters and kinds of prompts). So a token that both choose may differ by 1 in its
-log-probability, and by 0.1 on average over an adapter's answers, 0.05 over all; where they choose two different ones,
-either must find its own no more than 1 likelier than the other's, and what follows is of another text and not compared;
-and two answers in three are equal token by token. Adapters move log-probabilities by more than four times as much (the
-least by 8).
+0.1 for the worst adapter and by 0.6 at most, and parts one answer in six at a near tie (on a processor, with all
+adapters and kinds of prompts: transformers in BF16 against FP32, and the plugin in one engine against the other). So a
+token that both choose may differ by 1 in its log-probability, by 0.2 on average over an adapter's answers, and by 0.05
+over all; where they choose two different ones, either must find its own no more than 1 likelier than the other's, and
+what follows is of another text and not compared; and two answers in three are equal token by token. Adapters move
+log-probabilities by more than four times as much (the least by 8).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BASE = Path(os.environ.get("LORAFORGE_BASE", "no base model given"))
 CONFIG = Path(__file__).parents[2] / "config"
 FLEET = sorted(path.parent for path in (CONFIG / "fleets" / "smol").glob("*/adapter_config.json"))
 BUDGET, COMPRESSED = "1/4", "_1-4"  # what the name of a compressed adapter ends in
-TOLERANCE, ON_AVERAGE, OVER_ALL, EQUAL = 1.0, 0.1, 0.05, 2 / 3
+TOLERANCE, ON_AVERAGE, OVER_ALL, EQUAL = 1.0, 0.2, 0.05, 2 / 3
 TOGETHER = 6  # tasks of a batch: each with its original adapter and its compressed one
 SLOTS = 2 * TOGETHER  # of 48 adapters, so that each batch puts those of another out of theirs
 BASE_ROWS = 4
