@@ -23,7 +23,7 @@ FIGURES = (
     *("cpu_ops", "scale"),
     *("mixed_serving_vllm", "mixed_serving_sglang", "mixed_serving_sglang_table"),
     *("six_cell", "six_cell_table", "fixed_work", "fixed_work_table", "residency", "stopping_contract"),
-    *("single_fleet", "single_fleet_table", "adapters_500", "cpu_serving"),
+    *("single_fleet", "single_fleet_table", "adapters_500", "natural_serving", "cpu_serving"),
 )
 
 

@@ -25,6 +25,7 @@ ARMS = {
         for by in ("native", "loraforge")
         for room in ("", "_full")
     ),
+    "natural_serving": MIXED,
     "cpu_serving": MIXED,
     "mixed_serving_sglang": MIXED,
     "stopping_contract": ("spectral_loraforge", "base_only"),
@@ -38,7 +39,7 @@ RATES = {
     "mixed_serving_sglang": (4.0, 8.0, 16.0, 32.0, 48.0, 64.0, 128.0), "stopping_contract": (64.0,),
     "single_fleet": (4.0, 8.0, 16.0, 32.0, 48.0, 64.0), "adapters_500": (128.0,),
     "six_cell": (16.0, 32.0), "fixed_work": (64.0, 128.0),
-    "residency": (128.0,), "cpu_serving": (0.5, 1.0, 2.0, 4.0),
+    "residency": (128.0,), "natural_serving": (32.0, 128.0, 512.0), "cpu_serving": (0.5, 1.0, 2.0, 4.0),
 }  # fmt: skip
 # output tokens a second that an arm reaches, of those of the base model
 REACH = {
@@ -59,7 +60,7 @@ def serving(
             for fleet in ("qwen50", "llama35")
             for record in experiment(target, [fleet], grid=grid, seeds=seeds, stop=stop)
         ]
-    fleets = ["qwen50", "llama35"] if target in PAGED else ["smol" if target == "cpu_serving" else "qwen50"]
+    fleets = ["qwen50", "llama35"] if target in PAGED else ["smol" if target in REAL else "qwen50"]
     return experiment(target, fleets, grid=grid, seeds=seeds, stop=stop)
 
 
@@ -67,19 +68,19 @@ def experiment(
     target: str, fleets: list[str], *, grid: bool, seeds: tuple[int, ...], stop: str | None
 ) -> list[dict[str, Any]]:
     """One experiment of these fleets."""
-    on_cpu = target == "cpu_serving"
+    on_cpu, real = target == "cpu_serving", target in REAL
     rates = RATES[target] if grid else RATES[target][:2]
     seeds = (101, 102, 103) if grid else seeds
-    stop = stop or ("natural" if on_cpu else "exact")
+    stop = stop or ("natural" if real else "exact")
     loads = {(rate, seed): workload(rate, seed) for rate in rates for seed in seeds}
     lengths = {"kind": "lognormal", "mean": TOKENS, "sigma": 0.6, "low": 1, "high": 512}
-    vocabulary = None if on_cpu else {"low": 0, "high": 1000, "tokens": {"kind": "fixed", "tokens": 256}}
+    vocabulary = None if real else {"low": 0, "high": 1000, "tokens": {"kind": "fixed", "tokens": 256}}
     config = {
         "experiment": target, "stop": stop, "stops": STOPS.get(target),
-        "lengths_of": "spectral_loraforge", "decode_steps": 0 if on_cpu else 4,
+        "lengths_of": "spectral_loraforge", "decode_steps": 0 if real else 4,
         "fleets": {
             fleet: {
-                "output_tokens": lengths, "vocabulary": vocabulary, "budget_gib": None if on_cpu else 14.0 - 4 * number,
+                "output_tokens": lengths, "vocabulary": vocabulary, "budget_gib": None if real else 14.0 - 4 * number,
                 "cap_tokens": CAPS.get(fleet) if target in STOPS else None,
                 "adapters": {"original": f"fleets/{fleet}", "spectral": f"results/{fleet}/spectral_1-12"},
             }
@@ -119,6 +120,7 @@ def experiment(
 
 # experiments of both fleets, whose arms load adapters
 PAGED = ("mixed_serving_vllm", "mixed_serving_sglang", "fixed_work", "residency", "stopping_contract")
+REAL = ("natural_serving", "cpu_serving")  # the fleet with weights, whose answers end by themselves
 SGLANG = ("mixed_serving_sglang", "stopping_contract", "single_fleet", "adapters_500")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_serving import ARMS, SGLANG, serving
+from synthetic_serving import ARMS, REAL, SGLANG, serving
 
 from loraforge.evidence.tables import Table, from_csv, to_csv
 from loraforge.evidence.targets import TARGETS
@@ -36,10 +36,10 @@ def test_engine_device_lengths_and_deviations_are_said(target: str, tmp_path: Pa
     assert ("sglang 0.5.22, fleet" if target in SGLANG else "vllm 0.26.0, fleet") in words
     assert "NVIDIA H200 (h200), 2026-11-29" in words
     assert "log-normal, mean 50, 1–512 tokens" in words
-    assert ("Output lengths are fixed" in words) == (target != "cpu_serving")
-    assert ("Answers end by themselves" in words) == (target == "cpu_serving")
-    assert ("repeats the lengths of: Spectral, LoRAForge" in words) == (target == "cpu_serving")
-    assert ("Shape fleets: random base weights" in words) == (target != "cpu_serving")
+    assert ("Output lengths are fixed" in words) == (target not in REAL)
+    assert ("Answers end by themselves" in words) == (target in REAL)
+    assert ("repeats the lengths of: Spectral, LoRAForge" in words) == (target in REAL)
+    assert ("Shape fleets: random base weights" in words) == (target not in REAL)
     assert f"{'±' if target in TABLES else 'Whiskers'}: standard deviation over seeds" in words
     assert "Compressed weights have a budget of 1/12" in words
 

@@ -85,6 +85,7 @@ TARGETS = {
     *("mixed_serving_vllm", "six_cell", "fixed_work", "residency", "cpu_serving"),
     *("mixed_serving_sglang", "six_cell_sglang", "fixed_work_sglang", "residency_sglang"),
     *("stopping_contract_sglang", "single_fleet_sglang", "adapters_500_sglang"),
+    *("natural_serving", "natural_serving_sglang"),
 }
 
 
@@ -301,7 +302,7 @@ def test_a_processor_without_a_wheel_draws_from_evidence_and_says_so(copy: Path)
 
 
 def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
-    snakemake: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    snakemake: Callable[..., Run], copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studies = (
         "mixed_serving_vllm",
@@ -329,6 +330,16 @@ def test_serving_experiments_run_on_a_gpu_with_an_engine_and_only_by_name(
         sweeps = re.findall(r"Serve: (\w+)", run.stdout + run.stderr)
         fleets = ("_qwen50", "_llama35") if study.startswith("single") else ("",)
         assert sorted(sweeps) == sorted(f"{study}{fleet}" for fleet in fleets)
+    sweeps = copy / "config" / "real"  # what this run's own compressed fleet has for weights
+    sweeps.mkdir()
+    for study in ("natural_serving", "natural_serving_sglang"):
+        text = (copy / "config" / "serving" / f"{study}.yaml").read_text()
+        ours = text.replace("results/demo/fleet/spectral_1-12", "results/tiny/fleet/spectral_1-4")
+        (sweeps / f"{study}.yaml").write_text(ours)
+        engines = f"gpu_serving={{python: python3, sglang_python: python3, sweeps: {sweeps}}}"
+        found = jobs(snakemake("--config", engines, "--dry-run", "--", study))
+        assert served - {"make_shapes"} <= found
+        assert "make_shapes" not in found
     vllm_alone = ("--config", "gpu_serving={python: python3}", "--dry-run", "--")
     run = snakemake(*vllm_alone, "six_cell_sglang")
     assert "gpu_serving.sglang_python to name an interpreter" in run.stdout + run.stderr

@@ -57,7 +57,14 @@ KERNEL_STUDIES = ["shrink_ablation", "expand_ablation", "dispatch"]
 # one engine: its name is that of its evidence, with the engine's where several engines have the same.
 ENGINE_OF = {
     **dict.fromkeys(
-        ["mixed_serving_vllm", "six_cell", "fixed_work", "residency"], "vllm"
+        [
+            "mixed_serving_vllm",
+            "six_cell",
+            "fixed_work",
+            "residency",
+            "natural_serving",
+        ],
+        "vllm",
     ),
     **dict.fromkeys(
         [
@@ -68,6 +75,7 @@ ENGINE_OF = {
             "stopping_contract_sglang",
             "single_fleet_sglang",
             "adapters_500_sglang",
+            "natural_serving_sglang",
         ],
         "sglang",
     ),
@@ -87,6 +95,8 @@ SERVED = [
 SERVED += ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
 # experiments that one study consists of
 FLEETS_OF = {"single_fleet_sglang": ["qwen50", "llama35"]}
+# experiments with the real fleet, whose paths start here; those of the others do where shape fleets are
+REAL = ["natural_serving", "natural_serving_sglang"]
 SWEEPS = [
     *(study for study in GPU_SERVING if study not in FLEETS_OF),
     *(f"{study}_{fleet}" for study, fleets in FLEETS_OF.items() for fleet in fleets),
@@ -276,6 +286,11 @@ def served_files(study):
     return bases + [
         f"{folder}/manifest.json" for folder in folders if folder.startswith("results/")
     ]
+
+
+def swept_files(study):
+    """Files that stand for what an experiment on the GPU serves."""
+    return served_files(study) if study in REAL else [f"{SHAPES}/ready"]
 
 
 def unfinished(study, source):

@@ -208,6 +208,18 @@ rule adapters_500_sglang:
         lambda wildcards: serving_figures("adapters_500_sglang"),
 
 
+rule natural_serving:
+    """Real adapters, prompts and answers in vLLM on a GPU, four arms over offered rates; run where the others are."""
+    input:
+        lambda wildcards: serving_figures("natural_serving"),
+
+
+rule natural_serving_sglang:
+    """The same in SGLang; run where mixed_serving_sglang is."""
+    input:
+        lambda wildcards: serving_figures("natural_serving_sglang"),
+
+
 rule cpu_serving:
     """Real adapters and prompts on a real server, on processors; its environment is made here where there are wheels."""
     input:

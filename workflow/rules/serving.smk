@@ -55,7 +55,7 @@ rule make_shapes:
 rule sweep_gpu:
     """A serving experiment on the GPU: every arm's engines started, the same workloads replayed to each."""
     input:
-        shapes=f"{SHAPES}/ready",
+        lambda wildcards: swept_files(wildcards.sweep),
         sweep=lambda wildcards: sweep_file(wildcards.sweep),
     output:
         records=f"{RESULTS}/serving/{{sweep}}.jsonl",
@@ -71,7 +71,7 @@ rule sweep_gpu:
         gpu=1,
     params:
         python=lambda wildcards: PYTHONS[declared(wildcards.sweep).engine],
-        root=subpath(input.shapes, parent=True),
+        root=lambda wildcards: "." if wildcards.sweep in REAL else SHAPES,
         unfinished=lambda wildcards: unfinished(wildcards.sweep, SWEEP_SOURCE),
         machine=lambda wildcards, output: Path(output.machine[0]).parent,
         source=SWEEP_SOURCE,

@@ -21,6 +21,7 @@ from loraforge.evidence.targets.serving import (
     FixedWork,
     MixedServingSglang,
     MixedServingVllm,
+    NaturalServing,
     Residency,
     SingleFleet,
     SixCell,
@@ -53,6 +54,7 @@ TARGETS: dict[str, Target[Any]] = {
         StoppingContract(),
         SingleFleet(),
         Adapters500(),
+        NaturalServing(),
         CpuServing(),
         ReaderFuzzTarget(),
     )

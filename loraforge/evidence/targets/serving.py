@@ -185,6 +185,13 @@ class Adapters500(ServingTarget):
         return summary
 
 
+class NaturalServing(ServingTarget):
+    """``natural_serving``: real adapters and prompts on a GPU, answers that end by themselves, over offered rates."""
+
+    name: ClassVar = "natural_serving"
+    figures: ClassVar = ("natural_serving",)
+
+
 class CpuServing(ServingTarget):
     """``cpu_serving``: real adapters and prompts on a processor, over offered rates."""
 
