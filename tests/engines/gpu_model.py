@@ -3,7 +3,8 @@ that transformers gives in FP32.
 
 Tolerance: BF16 execution against FP32. The log-probability of a greedy token must be within 0.15 of that of the FP32
 model with the adapter folded in, and the token within twice that of the FP32 model's best: two tokens whose
-log-probabilities are off by so much, one up and one down, change places. Adapters move log-probabilities by more than 1.
+log-probabilities are off by so much, one up and one down, change places. Adapters move log-probabilities by more
+than 1.
 """
 
 from __future__ import annotations
