@@ -103,6 +103,16 @@ def test_loads_and_memory() -> None:
     assert "pool_bytes.base_only" not in found
 
 
+@pytest.mark.parametrize("mixed", ["mixed_serving_vllm", "mixed_serving_sglang"])
+def test_a_mixed_experiment_of_declared_lengths_is_fixed_work_too(mixed: str) -> None:
+    records = serving(mixed)
+    assert summary("fixed_work", records) == summary(mixed, records)
+    with pytest.raises(InputError, match="end by themselves, which are no fixed work"):
+        read("fixed_work", serving(mixed, stop="natural"))
+    with pytest.raises(InputError, match="is an experiment 'six_cell', no fixed_work"):
+        read("fixed_work", serving("six_cell"))
+
+
 def test_peaks_are_means_over_starts() -> None:
     records = serving("six_cell")
     (setting, first), later = records[:2], dict(records[1])

@@ -95,10 +95,15 @@ SERVED = [
 SERVED += ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
 # experiments that one study consists of
 FLEETS_OF = {"single_fleet_sglang": ["qwen50", "llama35"]}
+# studies of another one's records: answers of shape fleets are of declared lengths, which is fixed work
+READ_OFF = {
+    "fixed_work": "mixed_serving_vllm",
+    "fixed_work_sglang": "mixed_serving_sglang",
+}
 # experiments with the real fleet, whose paths start here; those of the others do where shape fleets are
 REAL = ["natural_serving", "natural_serving_sglang"]
 SWEEPS = [
-    *(study for study in GPU_SERVING if study not in FLEETS_OF),
+    *(study for study in GPU_SERVING if study not in {**FLEETS_OF, **READ_OFF}),
     *(f"{study}_{fleet}" for study, fleets in FLEETS_OF.items() for fleet in fleets),
 ]
 
@@ -269,7 +274,8 @@ def sweep_file(study):
 
 def parts_of(study):
     """The experiments of a serving study."""
-    return [f"{study}_{fleet}" for fleet in FLEETS_OF.get(study, [])] or [study]
+    fleets = FLEETS_OF.get(study, [])
+    return [f"{study}_{fleet}" for fleet in fleets] or [READ_OFF.get(study, study)]
 
 
 def declared(study):

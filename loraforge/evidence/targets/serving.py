@@ -30,6 +30,7 @@ class ServingTarget(Target[Item]):
 
     sources: ClassVar = ("serving", "runtime", "ops", "dispatch", "jit.py")
     record: ClassVar[TypeAdapter[Any]] = TypeAdapter(SweepRecord)
+    also: ClassVar[tuple[str, ...]] = ()  # other experiments whose records say the same
 
     def check(self, records: Sequence[Item], path: str | Path) -> None:
         found = studies(records, path)
@@ -40,7 +41,7 @@ class ServingTarget(Target[Item]):
     def check_study(self, found: Study) -> None:
         """Raise InputError where the records of one experiment are no evidence."""
         path = found.path
-        if found.setting.experiment != self.name:
+        if found.setting.experiment not in (self.name, *self.also):
             raise InputError(f"is an experiment {found.setting.experiment!r}, no {self.name}", path=path)
         _ = found.terms
         for start in found.sweep.starts:
@@ -98,10 +99,24 @@ class SixCell(ServingTarget):
 
 
 class FixedWork(ServingTarget):
-    """``fixed_work``: the deployed arms with equal output counts and their loads (Fig. 16, Table 4, B.5)."""
+    """``fixed_work``: the deployed arms with equal output counts and their loads (Fig. 16, Table 4, B.5).
+
+    Where every answer of a mixed experiment is of a declared length, as with shape fleets, it is fixed work itself.
+    """
 
     name: ClassVar = "fixed_work"
     figures: ClassVar = ("fixed_work", "fixed_work_table")
+    also: ClassVar = ("mixed_serving_vllm", "mixed_serving_sglang")
+
+    def check_study(self, found: Study) -> None:
+        super().check_study(found)
+        for stop in found.terms.stops or (found.terms.stop,):
+            if stop == "natural":
+                raise InputError(
+                    "has answers that end by themselves, which are no fixed work",
+                    path=found.path,
+                    key="config.stop",
+                )
 
 
 class Residency(ServingTarget):
