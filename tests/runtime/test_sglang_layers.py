@@ -77,6 +77,18 @@ def _folders(fleet: dict[str, tuple[Path, Scale]]) -> dict[str, Path]:
     return {name: folder for name, (folder, _) in fleet.items()}
 
 
+def test_a_layer_whose_factors_attention_reads_itself_stays_the_engines(
+    engine: Any, fleet: dict[str, tuple[Path, Scale]]
+) -> None:
+    from loraforge.runtime.sglang.projections import _describe
+
+    model = engine.Model()
+    engine.manager(model, _folders(fleet), slots=6)
+    layer = model.layer(0, "self_attn.o_proj")
+    assert _describe("model.layers.0.self_attn.o_proj", layer, model, "o_proj") is not None
+    assert _describe("model.layers.0.self_attn.kv_b_proj", layer, model, "kv_b_proj") is None
+
+
 def _step(manager: Any, adapters: Sequence[str | None], lengths: Sequence[int]) -> None:
     import sglang_model as model
 

@@ -30,6 +30,7 @@ from loraforge.runtime.ranks import Factors, Projection, trim
 from loraforge.runtime.sglang.modules import FUSED, Pair
 
 DTYPES = (torch.bfloat16, torch.float16)  # that the kernels take
+ABSORBED = ("kv_b_proj",)  # that attention reads the engine's buffers of, round the layer itself (MLA)
 Key = tuple[int, str]  # layer, target module: what the engine's buffers are known by
 Range = tuple[int, int]
 
@@ -91,7 +92,7 @@ def _describe(name: str, module: Any, model: Any, target: str) -> Served | None:
     """None for a layer that stays the engine's own."""
     base = module.base_layer
     kind = type(module)
-    if name.rpartition(".")[2] != target:
+    if name.rpartition(".")[2] != target or target in ABSORBED:
         return None
     if kind is QKVParallelLinearWithLoRA:
         kv = base.total_num_kv_heads * base.head_size
