@@ -4,7 +4,7 @@ attention and scheduling. To be imported where SGLang is installed."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +42,15 @@ def unpinned() -> None:
     """Have the engine's layers, which keep a few numbers in page-locked memory, do without where there is no GPU."""
     if torch.cuda.is_available():
         return
-    make = torch.tensor
+    torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)  # type: ignore[assignment]
+    Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+
+def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         return make(*args, **kwargs)
 
-    torch.tensor = tensor  # type: ignore[assignment]
-    Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    return made
 
 
 def start(rank: int, world: int, port: int) -> None:
