@@ -65,9 +65,11 @@ def recompression(
     """Time recompression of a fleet by every method. Passes are interleaved, and every result is checked."""
     from statistics import median
 
+    from loraforge.cli.outputs import refuse_measurements
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 
+    refuse_measurements(out)
     if (shapes is None) == (not source):
         raise UsageError(
             "needs a fleet: either a source or --shapes", remedy="loraforge bench recompression --help"
@@ -168,9 +170,11 @@ def end_to_end(
     from statistics import median
 
     from loraforge.bench.fleets import end_to_end_records
+    from loraforge.cli.outputs import refuse_measurements
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 
+    refuse_measurements(out)
     chosen = None if arms is None else [arm.strip() for arm in arms.split(",") if arm.strip()]
     records = end_to_end_records(folder, shapes, budget, warmups, passes, arms=chosen, spectra=spectra)
     write_jsonl(out, records)
@@ -200,10 +204,12 @@ def cpu_ops(
     Mixed batches, interleaved blocks; every result is checked first.
     """
     from loraforge.bench.cpu_ops import benchmark, load_engine
+    from loraforge.cli.outputs import refuse_measurements
     from loraforge.evidence.targets.cpu_ops import CpuOpsTarget
     from loraforge.files import write_jsonl
     from loraforge.progress import say
 
+    refuse_measurements(out)
     found = load_engine(engine)
     if found is None:
         say("no vLLM is installed here: no baseline (--engine names one)")
@@ -236,8 +242,9 @@ def scale(
     killed run that goes on. They are removed at the end.
     """
     from loraforge.bench.scale import benchmark
+    from loraforge.cli.outputs import refuse_measurements
     from loraforge.evidence.targets.scale import ScaleTarget
-    from loraforge.files import refuse_unwritable, write_jsonl
+    from loraforge.files import write_jsonl
     from loraforge.progress import say
 
     sizes = [int(text) if text.isdecimal() else 0 for text in adapters.replace(" ", "").split(",")]
@@ -247,7 +254,7 @@ def scale(
             key="--adapters",
             remedy="write them as 10,100,1000",
         )
-    refuse_unwritable(out)
+    refuse_measurements(out)
     records = benchmark(sizes, rank, work or out.with_suffix(".work"), workers=workers)
     write_jsonl(out, records)
     for key, value in ScaleTarget().summarise(ScaleTarget().read(out), "").items():

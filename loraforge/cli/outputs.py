@@ -39,6 +39,22 @@ def refuse_selection(path: Path) -> None:
     _refuse(path, lambda found: _first_object(found).get("record") == "selection", "selection of policies")
 
 
+def refuse_measurements(path: Path) -> None:
+    """The same of what a benchmark measured."""
+    _refuse(
+        path, lambda found: bool({"record", "pass"} & _first_object(found).keys()), "file of measurements"
+    )
+
+
+def refuse_workload(path: Path) -> None:
+    """The same of a workload."""
+    _refuse(
+        path,
+        lambda found: str(_first_object(found).get("schema")).startswith("loraforge.workload/"),
+        "workload",
+    )
+
+
 def refuse_moments(path: Path) -> None:
     """The same of moments."""
 

@@ -27,13 +27,14 @@ def workload(
 
     The same load, seed and rate give the same bytes; another rate leaves requests and routing as they are.
     """
+    from loraforge.cli.outputs import refuse_workload
     from loraforge.errors import InputError
-    from loraforge.files import refuse_unwritable, sha256_file
+    from loraforge.files import sha256_file
     from loraforge.progress import say
     from loraforge.serving.records import read_run
     from loraforge.serving.workload import load_spec, make_workload, write_workload
 
-    refuse_unwritable(out)
+    refuse_workload(out)
     spec = load_spec(load)
     if outputs_from is None:
         made = make_workload(spec, seed, rate)
@@ -79,15 +80,15 @@ def serve(
     Open loop, a fresh connection a request, no retries. A failed request is recorded with its reason. A replay that is
     interrupted, or whose server goes away, writes what it saw and ends with an error.
     """
+    from loraforge.cli.outputs import refuse_measurements
     from loraforge.errors import LoraForgeError
-    from loraforge.files import refuse_unwritable
     from loraforge.progress import progress, say
     from loraforge.serving.client import Options, parse_urls, replay
     from loraforge.serving.metrics import failures, summarise
     from loraforge.serving.records import write_run
     from loraforge.serving.workload import read_workload
 
-    refuse_unwritable(out)
+    refuse_measurements(out)
     asked = read_workload(workload)
     fleets = sorted({request.fleet for request in asked.requests})
     options = Options(engine=engine, stop=stop, base_only=base_only, timeout_s=timeout)

@@ -223,6 +223,12 @@ WRITERS = {
     ("moments", "base", "prompts.json", "-o"): "file of moments",
     (*SELECT, "-o"): "selection of policies",
     (*SCORE, "-o"): "file of scores",
+    ("bench", "recompression", "fleet", "-o"): "file of measurements",
+    ("bench", "end-to-end", "fleet", "-o"): "file of measurements",
+    ("bench", "cpu-ops", "-o"): "file of measurements",
+    ("bench", "scale", "-o"): "file of measurements",
+    ("bench", "serve", "--url", "http://127.0.0.1:1", "--workload", "load", "-o"): "file of measurements",
+    ("bench", "workload", "load.yaml", "--rate", "1", "-o"): "workload",
 }
 OTHERS = ("fleet/adapter_config.json", "fleet/adapter_model.safetensors", "manifest.json")
 OTHERS += ("prompts.json", "prompts.jsonl", "tensors.json")
