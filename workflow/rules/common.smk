@@ -93,19 +93,19 @@ SERVED = [
     if HAS_GPU and PYTHONS[engine] is not None
 ]
 SERVED += ["cpu_serving"] * (HAS_WHEEL or CONFIG.cpu_serving.python is not None)
-# experiments that one study consists of
-FLEETS_OF = {"single_fleet_sglang": ["qwen50", "llama35"]}
-# studies of another one's records: answers of shape fleets are of declared lengths, which is fixed work
-READ_OFF = {
-    "fixed_work": "mixed_serving_vllm",
-    "fixed_work_sglang": "mixed_serving_sglang",
+# experiments that a study is of, where that is not the one of its name. Fixed work is read off the mixed ones: answers
+# of shape fleets are of declared lengths
+PARTS = {
+    "single_fleet_sglang": [
+        "single_fleet_sglang_qwen50",
+        "single_fleet_sglang_llama35",
+    ],
+    "fixed_work": ["mixed_serving_vllm"],
+    "fixed_work_sglang": ["mixed_serving_sglang"],
 }
 # experiments with the real fleet, whose paths start here; those of the others do where shape fleets are
 REAL = ["natural_serving", "natural_serving_sglang"]
-SWEEPS = [
-    *(study for study in GPU_SERVING if study not in {**FLEETS_OF, **READ_OFF}),
-    *(f"{study}_{fleet}" for study, fleets in FLEETS_OF.items() for fleet in fleets),
-]
+SWEEPS = sorted({part for study in GPU_SERVING for part in PARTS.get(study, [study])})
 
 LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
@@ -274,8 +274,7 @@ def sweep_file(study):
 
 def parts_of(study):
     """The experiments of a serving study."""
-    fleets = FLEETS_OF.get(study, [])
-    return [f"{study}_{fleet}" for fleet in fleets] or [READ_OFF.get(study, study)]
+    return PARTS.get(study, [study])
 
 
 def declared(study):
