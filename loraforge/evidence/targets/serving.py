@@ -110,13 +110,12 @@ class FixedWork(ServingTarget):
 
     def check_study(self, found: Study) -> None:
         super().check_study(found)
-        for stop in found.terms.stops or (found.terms.stop,):
-            if stop == "natural":
-                raise InputError(
-                    "has answers that end by themselves, which are no fixed work",
-                    path=found.path,
-                    key="config.stop",
-                )
+        if "natural" in (found.terms.stops or (found.terms.stop,)):
+            raise InputError(
+                "has answers that end by themselves, which are no fixed work",
+                path=found.path,
+                key="config.stop",
+            )
 
 
 class Residency(ServingTarget):
