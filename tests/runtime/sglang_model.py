@@ -36,6 +36,7 @@ PARTS = {
     "mlp.down_proj": ("mlp.down_proj",),
 }
 DTYPE = torch.bfloat16
+REPLACED = ((torch, "tensor"), (torch, "zeros"), (Tensor, "pin_memory"))  # by unpinned()
 
 
 def unpinned() -> None:

@@ -62,10 +62,11 @@ def engine() -> Iterator[Any]:
     sglang.register()
     import sglang_model as model
 
-    make, pin = torch.tensor, Tensor.pin_memory
-    model.start(0, 1, _free_port())
-    yield model
-    torch.tensor, Tensor.pin_memory = make, pin  # type: ignore[method-assign,assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in model.REPLACED:  # put back at the end
+            patch.setattr(owner, name, getattr(owner, name))
+        model.start(0, 1, _free_port())
+        yield model
 
 
 @pytest.fixture(scope="module")
