@@ -38,6 +38,12 @@ SHAPES = {
 # "padded" is stored at rank 64
 RANKS = {"one": 1, "three": 3, "eight": 8, "odd": 33, "two": 16, "padded": 5, "wide": 128, "embed": 8}
 MIXED = ["one", None, "three", "eight", "two", "odd", "wide", None]
+LENGTHS = (131, 255, 257)  # prompts at which eager execution and graphs part
+VLLM = {  # environment of an engine that is tested
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 Rows = list[dict[str, Any]]  # adapter, prompt, tokens, logprobs of each answer
@@ -166,6 +172,21 @@ def serve(file: str, mode: str, root: Path, environment: Mapping[str, str]) -> d
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((root / f"{mode}.json").read_text())
     return {**found, "counters": json.loads(counters.read_text()), "mode": mode}
+
+
+def of_vllm(made: Any) -> dict[str, Any]:
+    """Tokens, and log-probabilities of those, of one of vLLM's outputs."""
+    tokens = list(made.token_ids)
+    return {
+        "tokens": tokens,
+        "logprobs": [entry[token].logprob for entry, token in zip(made.logprobs, tokens, strict=True)],
+    }
+
+
+def of_sglang(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of one of SGLang's answers."""
+    chosen = answer["meta_info"]["output_token_logprobs"]
+    return {"tokens": [token for _, token, *_ in chosen], "logprobs": [logprob for logprob, *_ in chosen]}
 
 
 def end(

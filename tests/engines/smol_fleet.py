@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_model import Rows
+from gpu_model import LENGTHS, Rows
 from safetensors.torch import save_file
 
 from loraforge.allocate.budget import parse_budget
@@ -40,8 +40,7 @@ TOLERANCE, ON_AVERAGE, OVER_ALL, EQUAL = 1.0, 0.2, 0.05, 2 / 3
 TOGETHER = 6  # tasks of a batch: each with its original adapter and its compressed one
 SLOTS = 2 * TOGETHER  # of 48 adapters, so that each batch puts those of another out of theirs
 BASE_ROWS = 4
-LENGTHS = (131, 255, 257)  # prompts at which eager execution and graphs part
-OWN = "own"  # and prompts as the task has them
+OWN = "own"  # prompts as the task has them, beside those of LENGTHS
 KINDS = (OWN, *LENGTHS)
 MODES = ("native", "graphs", "eager")
 
@@ -97,9 +96,12 @@ def _at_one_rank(adapter: Adapter, folder: Path) -> Path:
 def _parts(names: Sequence[str]) -> dict[str, list[tuple[str | None, list[int]]]]:
     """Batches of all adapters, of each kind of prompts (``KIND_NUMBER``); every batch for the base model alone too
     (``_base``); and, after all these, the first kind once more (``_again``)."""
+    from tokenizers import Tokenizer
+
+    tokens = Tokenizer.from_file(str(BASE / "tokenizer.json"))
     parts: dict[str, list[tuple[str | None, list[int]]]] = {}
     for kind in KINDS:
-        asked = {name: _prompt(name, None if kind == OWN else int(kind)) for name in names}
+        asked = {name: _prompt(tokens, name, None if kind == OWN else int(kind)) for name in names}
         for first in range(0, len(names), TOGETHER):
             tasks = names[first : first + TOGETHER]
             rows = [(name + end, asked[name]) for name in tasks for end in ("", COMPRESSED)]
@@ -112,11 +114,9 @@ def _parts(names: Sequence[str]) -> dict[str, list[tuple[str | None, list[int]]]
     return parts | {f"{part}_again": parts[part] for part in first}
 
 
-def _prompt(name: str, length: int | None) -> list[int]:
-    """Token ids of a test prompt of a task; or of so many with their answers that the last ``length`` are left."""
-    from tokenizers import Tokenizer
-
-    tokens = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+def _prompt(tokens: Any, name: str, length: int | None) -> list[int]:
+    """Token ids of a test prompt of a task; or of so many with their answers that the last ``length`` are left.
+    tokens: the tokenizer."""
     lines = (CONFIG / "tasks" / name / "test.jsonl").read_text(encoding="utf-8").splitlines()
     asked, *shown = (json.loads(line) for line in lines)
     if length is None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gpu_model import (
     LAYERS,
+    LENGTHS,
     MIXED,
     RANKS,
     SHAPES,
@@ -28,6 +29,7 @@ from gpu_model import (
     check_same,
     check_tokens,
     end,
+    of_sglang,
     prompts,
     serve,
 )
@@ -51,7 +53,6 @@ MODES: dict[str, dict[str, Any]] = {
 SLOTS = 8  # one of them the base model's
 RAGGED = {"self_attn.q_proj": 3, "self_attn.v_proj": 16, "mlp.up_proj": 9, "mlp.down_proj": 33}
 FLEET = [*RANKS, "ragged"]
-LONG = (131, 255, 257)  # prompts at which eager execution and graphs part
 
 
 def _serve(mode: str, root: Path) -> None:
@@ -91,22 +92,16 @@ def _serve(mode: str, root: Path) -> None:
             lora_path=adapters,
             return_logprob=True,
         )
-        chosen = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
         return [
-            {
-                "adapter": name,
-                "prompt": prompt,
-                "tokens": [token for _, token, *_ in its],
-                "logprobs": [logprob for logprob, *_ in its],
-            }
-            for name, prompt, its in zip(adapters, asked, chosen, strict=True)
+            {"adapter": name, "prompt": prompt, **of_sglang(answer)}
+            for name, prompt, answer in zip(adapters, asked, answers, strict=True)
         ]
 
     served = {"mixed": run(MIXED, 0), "alone": run([None] * len(MIXED), 0)}
     served["ragged"] = run(["ragged", None, "padded", "ragged"], 2)
     if "embed" in _known(mode):
         served["embedding"] = run(["embed", None, "padded", "embed"], 3)
-    for length in LONG:
+    for length in LENGTHS:
         served[f"long_{length}"] = run(["ragged", "odd"], length, length)
     served["again"] = run(MIXED, 0)
     answer = engine.load_lora_adapter("broken", str(root / "broken"))

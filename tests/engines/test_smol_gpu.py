@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_model import Rows, check_same, end, serve
+from gpu_model import LENGTHS, VLLM, Rows, check_same, end, of_sglang, of_vllm, serve
 from smol_fleet import (
     BASE,
-    LENGTHS,
     MODES,
     OWN,
     SLOTS,
@@ -34,6 +33,9 @@ from smol_fleet import (
     rows_of,
     write_fleet,
 )
+
+from loraforge.runtime import sglang as sglang_plugin
+from loraforge.runtime import vllm as vllm_plugin
 
 pytestmark = [
     pytest.mark.engines,
@@ -88,10 +90,7 @@ def _vllm(mode: str, folders: dict[str, str]) -> tuple[Callable[[Batch], Rows], 
         return [
             {
                 "adapter": name,
-                "tokens": list(its.token_ids),
-                "logprobs": [
-                    entry[token].logprob for entry, token in zip(its.logprobs, its.token_ids, strict=True)
-                ],
+                **of_vllm(its),
                 "top": [[(token, told.logprob) for token, told in entry.items()] for entry in its.logprobs],
             }
             for (name, _), its in zip(batch, made, strict=True)
@@ -139,21 +138,20 @@ def _sglang(mode: str, folders: dict[str, str]) -> tuple[Callable[[Batch], Rows]
         return [
             {
                 "adapter": name,
-                "tokens": [token for _, token, *_ in told["output_token_logprobs"]],
-                "logprobs": [logprob for logprob, *_ in told["output_token_logprobs"]],
+                **of_sglang(made),
                 "top": [
                     [(token, logprob) for logprob, token, *_ in entry]
-                    for entry in told["output_top_logprobs"]
+                    for entry in made["meta_info"]["output_top_logprobs"]
                 ],
             }
-            for (name, _), told in zip(batch, (made["meta_info"] for made in answers), strict=True)
+            for (name, _), made in zip(batch, answers, strict=True)
         ]
 
     return answer, engine.shutdown
 
 
 ENGINES = {"vllm": _vllm, "sglang": _sglang}
-SWITCHES = {"vllm": "LORAFORGE_VLLM", "sglang": "LORAFORGE_SGLANG"}
+SWITCHES = {"vllm": vllm_plugin.SWITCH, "sglang": sglang_plugin.SWITCH}
 
 
 def _serve(engine: str, mode: str, root: Path) -> None:
@@ -200,9 +198,7 @@ def served(request: pytest.FixtureRequest, fleet: Path) -> Iterator[Served]:
 
     def run(mode: str) -> dict[str, Any]:
         environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_NO_USAGE_STATS": "1",
+            **VLLM,
             "VLLM_CACHE_ROOT": str(fleet / f"{engine}-{mode}.cache"),  # what one compiles, no other takes
             SWITCHES[engine]: "native" if mode == "native" else "1",
         }

@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_model import MIXED, RANKS, Reference, check_base_rows, check_same, check_tokens, end, prompts, serve
+from gpu_model import (
+    MIXED,
+    RANKS,
+    VLLM,
+    Reference,
+    check_base_rows,
+    check_same,
+    check_tokens,
+    end,
+    of_vllm,
+    prompts,
+    serve,
+)
 
 pytestmark = [
     pytest.mark.engines,
@@ -70,13 +82,7 @@ def _serve(mode: str, root: Path) -> None:
             {
                 "adapter": name,
                 "prompt": list(result.prompt_token_ids),
-                "tokens": list(result.outputs[0].token_ids),
-                "logprobs": [
-                    entry[token].logprob
-                    for entry, token in zip(
-                        result.outputs[0].logprobs, result.outputs[0].token_ids, strict=True
-                    )
-                ],
+                **of_vllm(result.outputs[0]),
             }
             for name, result in zip(
                 adapters, llm.generate(asked, greedy, lora_request=requests, use_tqdm=False), strict=True
@@ -101,13 +107,7 @@ def served(request: pytest.FixtureRequest, root: Path) -> dict[str, Any]:
     mode: str = request.param
     if mode == "two_gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    environment = {
-        **MODES[mode],
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = {**VLLM, **MODES[mode], "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     return serve(__file__, mode, root, environment)
 
 
