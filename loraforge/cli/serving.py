@@ -130,6 +130,10 @@ def sweep(
     python: Annotated[
         Path | None, typer.Option(help="interpreter that has the engine; default: as declared, or this one")
     ] = None,
+    port_offset: Annotated[
+        int,
+        typer.Option(min=0, help="added to the declared ports, for sweeps side by side on several GPUs"),
+    ] = 0,
 ) -> None:
     """Run a serving experiment.
 
@@ -143,7 +147,13 @@ def sweep(
 
     chosen = None if arms is None else [name.strip() for name in arms.split(",") if name.strip()]
     outcome = run_sweep(
-        load_experiment(config), root, out, arms=chosen, budget_s=budget_seconds, python=python
+        load_experiment(config),
+        root,
+        out,
+        arms=chosen,
+        budget_s=budget_seconds,
+        python=python,
+        port_offset=port_offset,
     )
     if outcome.interrupted is not None:
         say(f"{outcome.interrupted}; run the same command again to resume")

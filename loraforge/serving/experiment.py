@@ -222,6 +222,16 @@ class Experiment(_Strict):
             if found := tuple(arm for arm in chosen if arm.name in together):
                 yield found
 
+    def check_ports(self, offset: int) -> None:
+        """Raise UsageError where the declared ports, each so much higher, are none."""
+        highest = max(fleet.port for fleet in self.fleets.values()) + self.abreast - 1 + offset
+        if highest > _LAST_PORT:
+            raise UsageError(
+                f"needs port {highest}, and {_LAST_PORT} is the last one",
+                key="--port-offset",
+                remedy="choose a smaller one",
+            )
+
     def point(self, rate: float) -> Points:
         """The points at a rate that is declared."""
         return next(points for points in self.points if points.rate == rate)

@@ -192,11 +192,10 @@ def engine_config(
     root: Path,
     counters: Path,
     trace: Path | None = None,
-    *,
-    place: int = 0,
+    port_offset: int = 0,
 ) -> EngineConfig:
-    """One fleet's engine in an arm. counters, trace: files that the plugin writes. place: of the arm among those that
-    are started together."""
+    """One fleet's engine in an arm. counters, trace: files that the plugin writes. port_offset: what tells its port
+    from those of engines beside it."""
     config, vllm = fleet.config, experiment.engine == "vllm"
     lora, hints = None, {}
     if arm.weights is not None and arm.execution is not None:
@@ -216,7 +215,7 @@ def engine_config(
         engine=experiment.engine,
         model=str(fleet.base),
         python=interpreter(experiment, root),
-        port=config.port + place,
+        port=config.port + port_offset,
         context=config.context,
         running=config.running,
         kv_tokens=config.kv_tokens,

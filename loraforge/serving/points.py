@@ -91,6 +91,9 @@ class StartRecord(_Record):
     engines: dict[str, EngineState] = Field(description="by fleet")
     failure: str | None = Field(None, description="why the engines did not start; null where they did")
     beside: tuple[str, ...] = ()
+    gpus: str | None = Field(
+        None, description="CUDA_VISIBLE_DEVICES, where it was set: those of the host that served"
+    )
 
 
 class Window(_Record):

@@ -7,6 +7,7 @@ is appended to ``records.jsonl`` at once: a run that ends in any way leaves a fo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,16 +78,18 @@ def run_sweep(
     arms: Sequence[str] | None = None,
     budget_s: float | None = None,
     python: Path | None = None,
+    port_offset: int = 0,
 ) -> Outcome:
     """Measure the points of an experiment that ``out`` does not have yet.
 
     root: where the paths of the experiment start. arms: those to run, in the declared order; None for all. budget_s:
     seconds after which nothing new is begun that would, by what was measured, end later. python: interpreter that has
-    the engine, in place of the declared one. An arm whose engines do not start or die is recorded so, and the next one
-    goes on.
+    the engine, in place of the declared one. port_offset: what to add to the declared ports, for sweeps side by side on
+    several GPUs. An arm whose engines do not start or die is recorded so, and the next one goes on.
 
-    Raises UsageError for an arm that is not declared, a port in use and an interpreter without the engine, InputError
-    for fleets that cannot be opened and for a folder of another setting, OutputError for one that another run uses.
+    Raises UsageError for an arm that is not declared, a port in use or beyond the last one and an interpreter without
+    the engine, InputError for fleets that cannot be opened and for a folder of another setting, OutputError for one
+    that another run uses.
     """
     if python is not None:
         experiment = experiment.model_copy(update={"python": python.absolute()})
@@ -99,10 +102,11 @@ def run_sweep(
             key="--arms",
             remedy=f"choose from {', '.join(experiment.arms)}",
         )
+    experiment.check_ports(port_offset)
     fleets = open_fleets(experiment, root)
     chosen = [Arm.parse(name) for name in experiment.arms if arms is None or name in arms]
     with sole_writer(out):
-        runner = _Runner(experiment, root, out, fleets, deadline)
+        runner = _Runner(experiment, root, out, fleets, deadline, port_offset)
         for arms_abreast in experiment.abreast_of(chosen):
             if runner.outcome.interrupted is None:
                 runner.run(arms_abreast)
@@ -146,9 +150,10 @@ class _Runner:
         out: Path,
         fleets: Mapping[str, ServedFleet],
         deadline: float | None,
+        port_offset: int,
     ) -> None:
         self.experiment, self.root, self.out, self.fleets = experiment, root, out, fleets
-        self.deadline = deadline
+        self.deadline, self.port_offset = deadline, port_offset
         self.outcome = Outcome()
         self.records = out / RECORDS
         self._adapters = {name: fleet.adapters for name, fleet in fleets.items()}
@@ -203,7 +208,7 @@ class _Runner:
                 fleet,
                 arm,
                 states[name],
-                place,
+                self.port_offset + place,
                 counters[name],
                 traces.get(name),
                 self.out / "logs" / f"{label}-{name}.log",
@@ -217,6 +222,7 @@ class _Runner:
             started=_now(),
             healthy_s=None,
             engines=states,
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
         say(f"{arm}: start {', '.join(f'{name} {_words(states[name])}' for name in engines)}")
         return _Running(arm, start, pending, engines, counters, traces)
@@ -416,12 +422,12 @@ class _Runner:
         fleet: ServedFleet,
         arm: Arm,
         planned: EngineState,
-        place: int,
+        port_offset: int,
         counters: Path,
         trace: Path | None,
         log: Path,
     ) -> Engine:
-        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace, place=place)
+        config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace, port_offset)
         if (declared := fleet.config.command) is None:
             return Engine.of(config, log, start_s=self.experiment.start_s)
         line = [part.replace("{port}", str(config.port)).replace("{arm}", arm.name) for part in declared]

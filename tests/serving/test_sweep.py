@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +155,20 @@ def test_every_arm_serves_every_point_on_one_start(declare: Declare, tmp_path: P
     before = (tmp_path / "out" / RECORDS).read_bytes()
     assert sweep(path).left == 0  # nothing is measured twice, and no engine started
     assert (tmp_path / "out" / RECORDS).read_bytes() == before
+
+
+def test_sweeps_side_by_side_have_ports_and_gpus_of_their_own(
+    declare: Declare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an arm a GPU: what listens at the declared port is in no one's way."""
+    path = declare(fleets=1, arms=["base_only"], points=[{"rate": 400, "requests": 1, "seeds": [1]}])
+    port = load_experiment(path).fleets["f0"].port
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with socket.create_server(("127.0.0.1", port)):
+        assert sweep(path, port_offset=1).left == 0
+    assert [start.gpus for start in read_sweep(tmp_path / "out").starts] == ["3"]
+    with pytest.raises(UsageError, match=r"needs port 65536, and 65535 is the last one; choose a smaller"):
+        sweep(path, port_offset=65536 - port)
 
 
 def test_arms_abreast_start_together_and_take_turns(
