@@ -76,7 +76,8 @@ class EngineState(_Record):
 
 
 class StartRecord(_Record):
-    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns.
+    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns, or of
+    beginnings where sweeps side by side were gathered.
 
     ``beside`` names the arms whose engines were started with them, and were up and idle while they served.
     """
