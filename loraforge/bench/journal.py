@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,24 @@ def take_up(path: Path) -> list[Any]:
         *lines, torn = path.read_bytes().split(b"\n")
     except OSError as error:
         raise output_error(error, path) from error
-    records = [_parse(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    records = _parsed(lines, path)
     if torn:
         write_text(
             path, "".join(f"{line.decode()}\n" for line in lines)
         )  # whole or not at all: it is all there is
     return records
+
+
+def finished(path: Path) -> list[Any]:
+    """The records of a journal that another run is to take up, which is left as it is: all but a torn last line.
+
+    Raises InputError as :func:`take_up` does, and for a file that cannot be read.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", path=path) from error
+    return _parsed(lines, path)
 
 
 def append(path: Path, record: Any) -> None:
@@ -72,6 +84,10 @@ class Memo:
                 append(self._path, {"key": key, "value": value})
             self._known[key] = value
         return self._known[key]
+
+
+def _parsed(lines: Sequence[bytes], path: Path) -> list[Any]:
+    return [_parse(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _parse(line: bytes, number: int, path: Path) -> Any:

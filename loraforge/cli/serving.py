@@ -1,4 +1,5 @@
-"""``loraforge bench workload``, ``serve`` and ``sweep``: seeded workloads, their replay, and whole experiments."""
+"""``loraforge bench workload``, ``serve``, ``sweep`` and ``gather``: seeded workloads, their replay, and whole
+experiments."""
 
 from __future__ import annotations
 
@@ -168,6 +169,27 @@ def sweep(
         )
     if outcome.left:
         say(f"{outcome.left} points are left; run the same command again to go on")
+
+
+@app.command()
+def gather(
+    parts: Annotated[
+        list[Path], typer.Argument(help="folders of sweeps of one experiment", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="folder for what all of them have", show_default=False)
+    ],
+) -> None:
+    """Join sweeps of one experiment.
+
+    For arms that were measured side by side: the folder is as one sweep would have left it, and bench sweep goes on
+    with it. The parts stay.
+    """
+    from loraforge.progress import say
+    from loraforge.serving.gather import gather_sweeps
+
+    found = gather_sweeps(parts, out)
+    say(f"{len(found.starts)} starts, {len(found.points)} points, of which {len(found.complete)} count")
 
 
 @app.command()

@@ -24,6 +24,8 @@ from loraforge.serving.records import Stop
 RECORDS = "records.jsonl"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Figures = dict[str, float | None]
+Kept = Literal["logs", "counters", "traces"]
+KEPT: dict[Kept, str] = {"logs": "log", "counters": "json", "traces": "jsonl"}  # folder -> suffix
 
 
 class _Record(BaseModel):
@@ -74,7 +76,8 @@ class EngineState(_Record):
 
 
 class StartRecord(_Record):
-    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns.
+    """One start of an arm's engines, all at once. ``number`` counts the starts of the folder: the order of turns, or of
+    beginnings where sweeps side by side were gathered.
 
     ``beside`` names the arms whose engines were started with them, and were up and idle while they served.
     """
@@ -175,6 +178,16 @@ class PointRecord(_Record):
 def case_of(arm: str, stop: Stop | None) -> str:
     """``spectral_loraforge``, or ``spectral_loraforge.exact`` for one way of several to end answers."""
     return arm if stop is None else f"{arm}.{stop}"
+
+
+def kept(folder: Kept, number: int, arm: str, fleet: str) -> str:
+    """What the engine of a fleet leaves of a start: its file, relative to the folder of records."""
+    return f"{folder}/{number:03d}-{arm}-{fleet}.{KEPT[folder]}"
+
+
+def requests_file(start: int, case: str, rate: float, seed: int) -> str:
+    """Where the requests of a point are, relative to the folder of records."""
+    return f"requests/{start:03d}-{case}-rate{rate:g}-seed{seed}.jsonl"
 
 
 SweepRecord = Annotated[SettingRecord | StartRecord | PointRecord, Field(discriminator="record")]

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from loraforge.bench.journal import append, take_up
 from loraforge.errors import InputError, UsageError
@@ -51,9 +48,12 @@ from loraforge.serving.points import (
     WorkloadHashes,
     case_of,
     dump,
+    kept,
     parse,
+    requests_file,
 )
 from loraforge.serving.records import Run, Stop, read_run, write_run
+from loraforge.serving.setting import difference
 from loraforge.serving.workload import Workload, make_workload
 
 _DISTRIBUTIONS = {"vllm": version.DISTRIBUTIONS, "sglang": ("sglang",)}
@@ -196,10 +196,9 @@ class _Runner:
         self, arm: Arm, pending: Sequence[tuple[float, int, Stop]], number: int, place: int
     ) -> _Running:
         """An arm's engines, which are to be started. place: of the arm among those abreast, which tells ports apart."""
-        label = f"{number:03d}-{arm}"
         states = {name: state(self.experiment, fleet, arm) for name, fleet in self.fleets.items()}
-        counters = {name: self.out / "counters" / f"{label}-{name}.json" for name in self.fleets}
-        traces = {name: self.out / "traces" / f"{label}-{name}.jsonl" for name in self.fleets}
+        counters = {name: self.out / kept("counters", number, arm.name, name) for name in self.fleets}
+        traces = {name: self.out / kept("traces", number, arm.name, name) for name in self.fleets}
         traces = traces if self.experiment.trace else {}
         for file in (*counters.values(), *traces.values()):
             _make_way(file)
@@ -211,7 +210,7 @@ class _Runner:
                 self.port_offset + place,
                 counters[name],
                 traces.get(name),
-                self.out / "logs" / f"{label}-{name}.log",
+                self.out / kept("logs", number, arm.name, name),
             )
             for name, fleet in self.fleets.items()
         }
@@ -313,7 +312,7 @@ class _Runner:
         peaks = [window.after.peak_allocated_bytes for window in windows.values()]
         stopped = run.run.ended or _trouble(running.engines)
         admitted, untraced = _admissions(running.traces, run.run.started, ended)
-        name = f"requests/{running.start.number:03d}-{case}-rate{hashes.rate:g}-seed{hashes.seed}.jsonl"
+        name = requests_file(running.start.number, case, hashes.rate, hashes.seed)
         write_run(self.out / name, run)
         return PointRecord(
             experiment=self.experiment.experiment,
@@ -479,35 +478,13 @@ class _Runner:
 
 def _same(stored: SettingRecord, wanted: SettingRecord, path: Path) -> None:
     """Raise InputError where a folder was made with another setting, or on another kind of machine."""
-    for key in SettingRecord.model_fields:
-        then, now = getattr(stored, key), getattr(wanted, key)
-        if key == "host":
-            then, now = then.device(stored.protocol), now.device(wanted.protocol)
-        elif key == "config":
-            then = _completed(then)
-        if then != now:
-            while isinstance(then, dict) and isinstance(now, dict):
-                inner = next(part for part in {**then, **now} if then.get(part, ...) != now.get(part, ...))
-                key, then, now = f"{key}.{inner}", then.get(inner), now.get(inner)
-            raise InputError(
-                f"was {_short(then)} when this folder was begun, and is {_short(now)}",
-                path=path,
-                key=key,
-                remedy="finish it with the setting it has, or choose another folder",
-            )
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """An experiment as it would be recorded today: what could not be declared then has its default."""
-    try:
-        return Experiment.model_validate(config).model_dump(mode="json", exclude={"python"})
-    except ValidationError:  # what cannot be declared any more differs
-        return config
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if (found := difference(stored, wanted)) is not None:
+        raise InputError(
+            f"was {found.one} when this folder was begun, and is {found.other}",
+            path=path,
+            key=found.key,
+            remedy="finish it with the setting it has, or choose another folder",
+        )
 
 
 def _make_way(file: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from adapter_folders import MakeAdapter
 from server import CompletionsServer
-from test_engines import exists, two_ports
+from test_engines import exists
 
 from loraforge.errors import InputError, OutputError, UsageError
 from loraforge.evidence.targets import TARGETS
@@ -35,56 +35,13 @@ SERVER = Path(__file__).with_name("server.py")
 Declare = Callable[..., Path]
 
 
-@pytest.fixture
-def declare(tmp_path: Path, make_adapter: MakeAdapter) -> Declare:
-    """Write an experiment of two fleets, each with adapters x and y, and return its file."""
-
-    def write(*server: str, fleets: int = 2, **changed: Any) -> Path:
-        declared = {}
-        for number in range(fleets):
-            folder = tmp_path / f"fleet{number}"
-            if not folder.exists():
-                for name in ("x", "y"):
-                    make_adapter(folder / "original" / name)
-                    make_adapter(folder / "spectral" / name, r=2)
-                (folder / "base").mkdir()
-            declared[f"f{number}"] = {
-                "base": f"fleet{number}/base",
-                "adapters": {kind: f"fleet{number}/{kind}" for kind in ("original", "spectral")},
-                "port": two_ports(),  # the second where arms are abreast
-                "context": 64,
-                "vocabulary": {"high": 100, "tokens": {"kind": "fixed", "tokens": 3}},
-                "output_tokens": {"kind": "uniform", "low": 2, "high": 5},
-                "command": [sys.executable, str(SERVER), "--port", "{port}", "--arm", "{arm}", *server],
-            }
-        experiment = {
-            "experiment": "small",
-            "protocol": "cpu",
-            "engine": "vllm",
-            "fleets": declared,
-            "arms": ["original_native", "spectral_loraforge", "base_only"],
-            "points": [
-                {"rate": 200, "requests": 3, "seeds": [1, 2]},
-                {"rate": 400, "requests": 2, "seeds": [1]},
-            ],
-            "warmup": 2,
-            "start_s": 30,
-            **changed,
-        }
-        path = tmp_path / "experiment.yaml"
-        path.write_text(yaml.safe_dump(experiment))
-        return path
-
-    return write
+def sweep(path: Path, out: str = "out", **options: Any) -> Any:
+    return run_sweep(load_experiment(path), path.parent, path.parent / out, **options)
 
 
-def sweep(path: Path, **options: Any) -> Any:
-    return run_sweep(load_experiment(path), path.parent, path.parent / "out", **options)
-
-
-def process(path: Path, *arguments: object, token_s: float = 0.0) -> subprocess.Popen[str]:
+def process(path: Path, *arguments: object, out: str = "out", token_s: float = 0.0) -> subprocess.Popen[str]:
     """A run by itself; token_s: seconds between tokens in this run alone, since it is not declared."""
-    line = [sys.executable, "-m", "loraforge", "bench", "sweep", str(path), "-o", str(path.parent / "out")]
+    line = [sys.executable, "-m", "loraforge", "bench", "sweep", str(path), "-o", str(path.parent / out)]
     return subprocess.Popen(
         [*line, "--root", str(path.parent), *map(str, arguments)],
         stderr=subprocess.PIPE,
