@@ -73,11 +73,15 @@ COMPARED = (
 )
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
 PAGES = {
-    "cpu_serving": "docs/serving_experiments.md",
+    **dict.fromkeys(
+        ("cpu_serving", "mixed_serving_vllm", "mixed_serving_sglang", "six_cell"),
+        "docs/serving_experiments.md",
+    ),
     "quality_study": "docs/quality.md",
     "scale": "docs/scale.md",
 }
 CPU_ARMS = ("original_native", "original_loraforge", "spectral_loraforge", "base_only")
+MIXED_ARMS = ("original_native", "spectral_loraforge", "base_only")
 CPU_RATIOS = ("execution_original", "s12_over_original", "s12_over_base", "original_over_base")
 # (target, machine) -> what docs/kernels.md, or the target's own page, states of it
 MEASURED = {
@@ -132,6 +136,37 @@ MEASURED = {
         *(f"pool_bytes.{arm}" for arm in CPU_ARMS[:3]),
         "failed",
     ),
+    ("mixed_serving_vllm", "vllm-h200"): (
+        *(f"tok_s.{arm}.{rate}" for rate in (32, 128, 256) for arm in (*MIXED_ARMS, "spectral_native")),
+        *(f"ratio.{name}.{rate}" for rate in (128, 256) for name in ("s12_over_original", "execution_only")),
+        *(f"ratio.s12_over_base.{rate}" for rate in (32, 64, 128, 256)),
+        *(f"tpot_p99_ms.{arm}.128" for arm in MIXED_ARMS),
+        "tpot_ratio.s12_over_original.128",
+        *(f"loads.{arm}.128" for arm in MIXED_ARMS[:2]),
+        *(f"pool_bytes.{arm}.{fleet}" for arm in MIXED_ARMS[:2] for fleet in ("qwen50", "llama35")),
+        *(f"peak_gib.{arm}" for arm in MIXED_ARMS[:2]),
+        "failed",
+    ),
+    ("mixed_serving_sglang", "sglang-h200"): (
+        *(f"tok_s.{arm}.{rate}" for rate in (32, 64, 128) for arm in MIXED_ARMS),
+        *(f"ratio.{name}.{rate}" for rate in (64, 128) for name in ("s12_over_original", "s12_over_base")),
+        *(f"tpot_p99_ms.{arm}.128" for arm in MIXED_ARMS),
+        "tpot_ratio.s12_over_original.128",
+        *(f"loads.{arm}.128" for arm in MIXED_ARMS[:2]),
+        *(f"pool_bytes.{arm}.qwen50" for arm in MIXED_ARMS[:2]),
+        *(f"peak_gib.{arm}" for arm in MIXED_ARMS[:2]),
+        "failed",
+    ),
+    ("six_cell", "vllm-h200"): (
+        *(
+            f"tok_s.{arm}.128"
+            for arm in (
+                *("original_native", "original_loraforge", "uniform_native", "uniform_loraforge"),
+                "spectral_native",
+            )
+        ),
+        *("ratio.execution_original.128", "ratio.execution_uniform.128", "failed"),
+    ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }
 REFINED_ARM = "fisher-nofloor-refined"
@@ -181,6 +216,18 @@ def test_the_table_of_a_study_is_that_of_its_current_evidence(target: str, host:
     assert wanted in page, f"{name}, section Measured, should have:\n\n{wanted}"
     assert stated is not None
     assert len(ROW.findall(stated[2])) == len(MEASURED[target, host])
+
+
+def test_serving_on_a_gpu_is_that_of_its_evidence() -> None:
+    vllm = values_of(current("mixed_serving_vllm", "vllm-h200"))
+    sglang = values_of(current("mixed_serving_sglang", "sglang-h200"))
+    over, base = (
+        [values[f"ratio.{name}.128"] for values in (vllm, sglang)]
+        for name in ("s12_over_original", "s12_over_base")
+    )
+    words = README.replace("\n", " ")
+    assert f"{over[0]:.1f} times (vLLM) and {over[1]:.1f} times (SGLang) the output tokens" in words
+    assert f"{base[0]:.2f} and {base[1]:.2f} times the base models'" in words
 
 
 def rows_of_candidates() -> str:

@@ -344,7 +344,10 @@ def protocol(study):
 
 def documented_on(figure):
     """The machine whose evidence of a figure the documentation shows."""
-    return "cpu2" if figure in ("scale", "cpu_serving") else "h200"
+    if figure in ("scale", "cpu_serving"):
+        return "cpu2"
+    engine = ENGINE_OF.get(TARGET_OF[figure])
+    return "h200" if engine is None else f"{engine}-h200"
 
 
 def drawn_figures():

@@ -52,6 +52,8 @@ DOCUMENTED += [
         "dispatch",
         "scale",
         "cpu_serving",
+        "mixed_serving_vllm",
+        "mixed_serving_sglang",
     )
     if (TARGET_OF[figure], documented_on(figure)) in EVIDENCE
 ]
