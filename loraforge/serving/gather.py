@@ -48,8 +48,8 @@ def gather_sweeps(parts: Sequence[Path], out: Path) -> Sweep:
     its new number; nothing else changes. What stopped early is kept. The parts stay as they are.
 
     Raises InputError for parts of different settings or kinds of machines, one without records or named twice, a point
-    that two of them measured, and a file of requests that is not what was measured; OutputError for an ``out`` that has
-    something in it, and for a part that another run uses.
+    or start that two of them have, a file that cannot be read, and one of requests that is not what was measured;
+    OutputError for an ``out`` that has something in it or lies in a part, and for a part that another run uses.
     """
     _refuse(parts, out)
     with ExitStack() as held:
@@ -69,8 +69,12 @@ def _refuse(parts: Sequence[Path], out: Path) -> None:
             raise InputError("is named twice", path=folder, remedy="name each part once")
         if not (folder / RECORDS).is_file():
             raise _no_records(folder)
-    if os.path.realpath(out) in real:
-        raise OutputError("is one of the parts", path=out, remedy="choose another folder")
+    place = Path(os.path.realpath(out))
+    for folder, name in zip(parts, real, strict=True):
+        if place == Path(name):
+            raise OutputError("is one of the parts", path=out, remedy="choose another folder")
+        if place.is_relative_to(name):
+            raise OutputError(f"lies in {folder}, a part", path=out, remedy="choose another folder")
     refuse_non_empty(out, force=True)  # which is no option here: what was measured is not replaced
     if out.is_dir() and any(out.iterdir()):
         raise OutputError("exists and is not empty", path=out, remedy="choose another folder")
@@ -99,8 +103,16 @@ def _check(parts: Sequence[_Part]) -> None:
                 key=found.key,
                 remedy="gather sweeps of one setting",
             )
+    begun: dict[tuple[str, str], _Part] = {}
     measured: dict[tuple[str, float, int], _Part] = {}
     for part in parts:
+        for start in part.sweep.starts:
+            if (earlier := begun.setdefault((start.arm, start.started), part)) is not part:
+                raise InputError(
+                    f"has the start of {start.arm} at {start.started} that {earlier.folder} has",
+                    path=part.records,
+                    remedy="leave out one of the two",
+                )
         for point in part.sweep.complete:
             if (earlier := measured.setdefault(point.key, part)) is not part:
                 raise InputError(
@@ -147,7 +159,7 @@ def _moved(point: PointRecord, start: int, folder: Path, place: Path) -> PointRe
 
 
 def _copy(file: Path, place: Path) -> None:
-    if not os.access(file, os.R_OK):
+    if not (file.is_file() and os.access(file, os.R_OK)):
         raise InputError("is not there, or cannot be read", path=file, remedy="put the file back as it was")
     place.parent.mkdir(exist_ok=True)
     shutil.copyfile(file, place)

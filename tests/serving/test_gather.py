@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,16 @@ def test_a_point_counts_once_and_what_stopped_is_kept(declare: Declare, tmp_path
     assert read_sweep(tmp_path / "all") == found
 
 
+def test_a_copy_of_a_part_is_refused(declare: Declare, tmp_path: Path) -> None:
+    """Even where none of its points counts."""
+    sweep(declare(**ONE_POINT), "gpu0")
+    change(tmp_path / "gpu0" / RECORDS, -1, stopped="interrupted by SIGTERM")
+    shutil.copytree(tmp_path / "gpu0", tmp_path / "copy")
+    said = r"copy/records.jsonl: has the start of base_only at .* that .*/gpu0 has; leave out one of the two"
+    with pytest.raises(InputError, match=said):
+        gather(tmp_path, "gpu0", "copy")
+
+
 def test_a_start_that_failed_and_what_was_left_out_are_kept_apart(declare: Declare, tmp_path: Path) -> None:
     """The log of a start which was not recorded, for lack of time, has the number of the next one."""
     path = declare("--crash-as", "base_only", **ONE_POINT)
@@ -182,8 +193,13 @@ def test_changed_or_missing_requests_are_not_gathered(declare: Declare, tmp_path
         gather(tmp_path, "gpu0")
     assert files(tmp_path) == before
     file.unlink()
-    with pytest.raises(InputError, match=rf"{file.name}: is not there, or cannot be read; put the file back"):
-        gather(tmp_path, "gpu0")
+    for folder in (False, True):
+        if folder:
+            file.mkdir()
+        with pytest.raises(
+            InputError, match=rf"{file.name}: is not there, or cannot be read; put the file ba"
+        ):
+            gather(tmp_path, "gpu0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["experiment.yaml", "fleet0", "gpu0"]
 
 
@@ -230,6 +246,7 @@ def test_a_part_is_named_once(begun: Path) -> None:
     ("out", "problem"),
     [
         ("gpu1", "is one of the parts; choose another folder"),
+        ("gpu1/all", "gpu1/all: lies in .*/gpu1, a part; choose another folder"),
         ("gpu2", "exists and is not empty; choose another folder"),
         (".", "exists and is not empty; choose another folder"),
         ("experiment.yaml", "exists and is not a folder; choose another output"),
