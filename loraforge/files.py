@@ -186,12 +186,12 @@ def write_with(path: Path, writer: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path, *, force: bool | None = False) -> Iterator[Path]:
     """Give a new temporary folder beside ``path``; put it in place as a whole on success.
 
-    An existing folder that is not empty is refused (OutputError) unless ``force``; with ``force`` it is
-    replaced only once the new one is complete. Nothing remains of a run that fails; what a killed one left
-    beside ``path`` goes with the next.
+    An existing folder that is not empty is refused (OutputError) unless ``force``, None where there is no such
+    option; with ``force`` it is replaced only once the new one is complete. Nothing remains of a run that fails;
+    what a killed one left beside ``path`` goes with the next.
     """
     path = Path(path)
     place = path.resolve()  # what a link points to is replaced, not the link
@@ -320,14 +320,15 @@ def _looking_at(path: Path) -> Iterator[None]:
         raise OutputError("is a loop of links", path=path, remedy="choose another output") from error
 
 
-def refuse_non_empty(path: Path, *, force: bool) -> None:
+def refuse_non_empty(path: Path, *, force: bool | None) -> None:
     """Raise OutputError where ``path`` is a file, or a folder with something in it and ``force`` is off, or where no
-    folder can be put; before any work, as :func:`refuse_unwritable` does."""
+    folder can be put; before any work, as :func:`refuse_unwritable` does. force: None where there is no such option."""
     path = Path(path)
     with _looking_at(path):
         if path.is_dir():
             if any(path.iterdir()) and not force:
-                raise OutputError("exists and is not empty", path=path, remedy="pass --force to replace it")
+                remedy = "choose another folder" if force is None else "pass --force to replace it"
+                raise OutputError("exists and is not empty", path=path, remedy=remedy)
         elif path.exists():
             raise OutputError("exists and is not a folder", path=path, remedy="choose another output")
         _require_writable_parent(path.resolve(), path)

@@ -57,7 +57,7 @@ def gather_sweeps(parts: Sequence[Path], out: Path) -> Sweep:
             held.enter_context(sole_writer(folder))
         found = [_read(folder) for folder in parts]
         _check(found)
-        with atomic_folder(out) as place:
+        with atomic_folder(out, force=None) as place:
             return _write(found, place)
 
 
@@ -75,9 +75,7 @@ def _refuse(parts: Sequence[Path], out: Path) -> None:
             raise OutputError("is one of the parts", path=out, remedy="choose another folder")
         if place.is_relative_to(name):
             raise OutputError(f"lies in {folder}, a part", path=out, remedy="choose another folder")
-    refuse_non_empty(out, force=True)  # which is no option here: what was measured is not replaced
-    if out.is_dir() and any(out.iterdir()):
-        raise OutputError("exists and is not empty", path=out, remedy="choose another folder")
+    refuse_non_empty(out, force=None)  # what was measured is not replaced
 
 
 def _read(folder: Path) -> _Part:
