@@ -105,7 +105,14 @@ PARTS = {
 }
 # experiments with the real fleet, whose paths start here; those of the others do where shape fleets are
 REAL = ["natural_serving", "natural_serving_sglang"]
-SWEEPS = sorted({part for study in GPU_SERVING for part in PARTS.get(study, [study])})
+
+
+def parts_of(study):
+    """The experiments of a serving study."""
+    return PARTS.get(study, [study])
+
+
+SWEEPS = sorted({part for study in GPU_SERVING for part in parts_of(study)})
 
 LIVE = ["spectra", "allocation", "recompression", "quality"]
 LIVE += ["cpu_ops"] if CONFIG.cpu_ops.engine is not None else []
@@ -270,11 +277,6 @@ def sweep_file(study):
     if study == "cpu_serving":
         return str(CONFIG.cpu_serving.sweep)
     return str(CONFIG.gpu_serving.sweeps / f"{study}.yaml")
-
-
-def parts_of(study):
-    """The experiments of a serving study."""
-    return PARTS.get(study, [study])
 
 
 def declared(study):
