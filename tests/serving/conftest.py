@@ -13,14 +13,13 @@ import yaml
 from adapter_folders import MakeAdapter
 from live_server import LiveServer
 from smol_server import FLEET, SLOTS, new_server
-from test_engines import two_ports
+from test_engines import SERVER, two_ports
 
 from loraforge.serving.launch import read_fleet
 from loraforge.serving.workload import LoadSpec
 
 MakeLoad = Callable[..., LoadSpec]
 Declare = Callable[..., Path]
-SERVER = Path(__file__).with_name("server.py")
 
 
 @pytest.fixture

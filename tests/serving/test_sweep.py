@@ -19,7 +19,7 @@ import pytest
 import yaml
 from adapter_folders import MakeAdapter
 from server import CompletionsServer
-from test_engines import exists
+from test_engines import SERVER, exists
 
 from loraforge.errors import InputError, OutputError, UsageError
 from loraforge.evidence.targets import TARGETS
@@ -31,7 +31,6 @@ from loraforge.serving.records import read_run
 from loraforge.serving.sweep import run_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVER = Path(__file__).with_name("server.py")
 Declare = Callable[..., Path]
 
 
