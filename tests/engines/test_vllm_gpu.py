@@ -58,8 +58,8 @@ def _serve(mode: str, root: Path) -> None:
         max_num_seqs=32,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.2,
-        kv_cache_memory_bytes=1
-        << 28,  # or the engine measures what is free, which others may change meanwhile
+        # or the engine measures what is free, which others may change meanwhile
+        kv_cache_memory_bytes=1 << 28,
         enable_prefix_caching=False,
         enforce_eager=mode == "eager",
         tensor_parallel_size=2 if mode == "two_gpus" else 1,
