@@ -74,7 +74,7 @@ COMPARED = (
 SHRINKS = ("shrink_decode", "shrink_prefill", "shrink_prefill_cap128")
 PAGES = {
     **dict.fromkeys(
-        ("cpu_serving", "mixed_serving_vllm", "mixed_serving_sglang", "six_cell"),
+        ("cpu_serving", "mixed_serving_vllm", "mixed_serving_sglang", "six_cell", "residency"),
         "docs/serving_experiments.md",
     ),
     "quality_study": "docs/quality.md",
@@ -82,6 +82,14 @@ PAGES = {
 }
 CPU_ARMS = ("original_native", "original_loraforge", "spectral_loraforge", "base_only")
 MIXED_ARMS = ("original_native", "spectral_loraforge", "base_only")
+SIX_CELLS = (
+    *("original_native", "original_loraforge", "uniform_native", "uniform_loraforge"),
+    *("spectral_native", "spectral_loraforge"),
+)
+RESIDENT_ARMS = (
+    *("original_native", "original_native_full", "original_loraforge_full"),
+    *("spectral_native_full", "spectral_loraforge_full"),
+)
 CPU_RATIOS = ("execution_original", "s12_over_original", "s12_over_base", "original_over_base")
 # (target, machine) -> what docs/kernels.md, or the target's own page, states of it
 MEASURED = {
@@ -158,14 +166,20 @@ MEASURED = {
         "failed",
     ),
     ("six_cell", "vllm-h200"): (
-        *(
-            f"tok_s.{arm}.128"
-            for arm in (
-                *("original_native", "original_loraforge", "uniform_native", "uniform_loraforge"),
-                "spectral_native",
-            )
-        ),
-        *("ratio.execution_original.128", "ratio.execution_uniform.128", "failed"),
+        *(f"tok_s.{arm}.128" for arm in SIX_CELLS),
+        *(f"ratio.execution_{weights}.128" for weights in ("original", "uniform", "only")),
+        "ratio.s12_over_original.128",
+        *(f"tpot_p99_ms.{arm}.128" for arm in SIX_CELLS),
+        *(f"{key}.{arm}" for key in ("pool_bytes", "peak_gib") for arm in SIX_CELLS),
+        "failed",
+    ),
+    ("residency", "vllm-h200"): (
+        *(f"tok_s.{arm}.128" for arm in RESIDENT_ARMS),
+        *("ratio.full_over_limited.original_native.128", "ratio.execution_original.full.128"),
+        *("ratio.execution_only.full.128", "ratio.s12_over_original.full.128"),
+        *(f"tpot_p99_ms.{arm}.128" for arm in RESIDENT_ARMS),
+        *(f"loads.{arm}.128" for arm in RESIDENT_ARMS[:2]),
+        *("source_gib.original_native.128", "failed"),
     ),
     ("cpu_ops", "cpu2"): ("geomean.decode", "geomean.prefill", "worst_cell.decode", "cases", "cases_failed"),
 }

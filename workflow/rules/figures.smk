@@ -54,6 +54,8 @@ DOCUMENTED += [
         "cpu_serving",
         "mixed_serving_vllm",
         "mixed_serving_sglang",
+        "six_cell",
+        "residency",
     )
     if (TARGET_OF[figure], documented_on(figure)) in EVIDENCE
 ]
