@@ -126,7 +126,7 @@ def end_to_end_records(
     fleet = None if shapes is None else shape_fleet(shapes)
     backend = _backend("bench end-to-end")
     if fleet is not None:
-        refuse_non_empty(folder, force=False)
+        refuse_non_empty(folder, force=None)
         write_fleet(fleet, folder, backend.device, SEED, measured_spectra(spectra))
     with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=f".{folder.name}.") as temporary:
         return benchmark(

@@ -366,11 +366,12 @@ def _is_told(case: str, other: str) -> bool:
 
 
 def _gains(rows: Table) -> list[str]:
-    """The gains in throughput that are named."""
+    """The gains in throughput that are named, by rising rates."""
     said: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
+    gains = [row for row in rows if row["panel"] == "gain"]
+    for row in sorted(gains, key=lambda row: number(row, "rate")):
         case, other = str(row["arm"]), str(row["name"])
-        if row["panel"] == "gain" and _is_told(case, other):
+        if _is_told(case, other):
             at = f"{times(number(row, 'value'))} at {number(row, 'rate'):g}"
             said.setdefault((case, other), []).append(at)
     if not said:

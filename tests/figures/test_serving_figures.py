@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,12 @@ def test_bars_name_what_execution_alone_gains(tmp_path: Path) -> None:
     words = words_of("six_cell", table, tmp_path)
     for value in gains.values():
         assert f"({float(value or 0):.2f}×)" in words
+
+
+def test_gains_are_told_by_rising_rates_whichever_was_measured_first(tmp_path: Path) -> None:
+    table = made("six_cell", serving("six_cell"))
+    words = words_of("six_cell", table[::-1], tmp_path)
+    assert re.search(r"Spectral, LoRAForge over Original, native [\d.]+× at 16, [\d.]+× at 32", words)
 
 
 def test_arms_differ_in_marker_and_in_line_or_hatch() -> None:
