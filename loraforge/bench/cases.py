@@ -29,7 +29,8 @@ ADAPTERS = 8
 FEW = 16  # adapters of a batch up to which those tokens that are many are tuned apart
 MANY = {120: 40, 240: 60}  # tokens -> adapters of a batch of a large fleet
 SPREAD = "spread"  # before the mean of ranks as :func:`spread_ranks` draws them
-SPECTRAL12 = "spectral12"  # the ranks of one layer of the shape fleet qwen50, allocated spectrally at 1/12
+SPECTRAL12 = "spectral12"  # the ranks of one layer of a shape fleet, allocated spectrally at 1/12
+PROMPT = 256  # tokens of a prompt in a mixed step, about
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Case:
     """One batch on one projection.
 
     rank: of every adapter and slice; with ``mix`` the greatest. capacity: directions an engine's pool has room for.
+    decodes: of a mixed step, the rows of one token that its prompts stand behind.
     """
 
     projection: Projection
@@ -84,6 +86,7 @@ class Case:
     rank: int
     capacity: int
     mix: str | None = None
+    decodes: int = 0
 
     @property
     def ranks(self) -> str:
@@ -99,7 +102,14 @@ class Case:
         return (
             f"{self.projection.model}/{self.projection.name}/{self.phase}"
             f"/T{self.tokens}/A{self.adapters}/r{self.ranks}/c{self.capacity}"
-        )
+        ) + (f"/D{self.decodes}" if self.decodes else "")
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of each prompt of a mixed step: about PROMPT, as even as can be."""
+        rest = self.tokens - self.decodes
+        count = max(1, round(rest / PROMPT))
+        return [rest * (i + 1) // count - rest * i // count for i in range(count)]
 
 
 @dataclass(frozen=True)

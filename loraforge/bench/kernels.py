@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def uniform_ranks(case: Case) -> list[list[int]]:
 @dataclass
 class Workbench:
     """Operands of one projection at a time, and the timer. ``seed`` draws factors, routings and block orders;
-    ``launches``: of a graph, at most."""
+    ``launches``: of a graph, at most. ``with_timer``: taken instead of one of its own."""
 
     device: torch.device
     seed: int
@@ -39,11 +39,12 @@ class Workbench:
     blocks: int = 5
     flushed: bool = True
     launches: int = MAX_LAUNCHES
+    with_timer: InitVar[GraphTimer | None] = None
     timer: GraphTimer = field(init=False)
     _masters: dict[Projection, Masters] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.timer = GraphTimer(self.device, self.launches)
+    def __post_init__(self, with_timer: GraphTimer | None) -> None:
+        self.timer = with_timer or GraphTimer(self.device, self.launches)
 
     def operands(self, case: Case, keep: int = 1) -> Operands:
         """Of a case; masters of ``keep`` projections stay."""
@@ -60,8 +61,11 @@ class Workbench:
             )
         return Operands(case, drawn, self.ranks(case), self.seed)
 
-    def cell(self, op: Op, operands: Operands, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-        """One record an arm: how it did against the references, and its samples where it passed."""
+    def cell(
+        self, op: Op, operands: Operands, arms: Sequence[Arm], beside: Mapping[str, Subject] | None = None
+    ) -> list[dict[str, Any]]:
+        """One record an arm: how it did against the references, and its samples where it passed. Samples of one place
+        in their lists are of one block. beside: what is timed among the arms without a check."""
         rows = sampled_rows(operands)
         want = reference(op, operands, rows)
         found: list[dict[str, Any]] = []
@@ -87,6 +91,9 @@ class Workbench:
                 continue
             if record["passed"]:
                 captured[arm.name] = graphs
+        for name, subject in (beside or {}).items():
+            captured[name] = self.timer.capture(subject)
+            found.append({"arm": name, "passed": True})
         times = self.timer.measure(captured, self.seed, blocks=self.blocks, flushed=self.flushed)
         for record in found:
             if record["arm"] in times:

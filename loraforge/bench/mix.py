@@ -1,4 +1,4 @@
-"""Ranks of one layer of the spectral 1/12 shape fleet: what mixed-rank cases are made of."""
+"""Ranks of one layer of a spectral 1/12 shape fleet: what mixed-rank cases are made of."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TAILS = {
 }
 
 
-def layer_ranks(pool: Sequence[Floats] | None = None) -> dict[str, list[list[int]]]:
-    """Projection -> ranks of each adapter and slice, in the layer of qwen50 that keeps the median of parameters.
+def layer_ranks(pool: Sequence[Floats] | None = None, name: str = "qwen50") -> dict[str, list[list[int]]]:
+    """Projection -> ranks of each adapter and slice, in the layer of a shape fleet that keeps the median of parameters.
 
     pool: measured spectra that the fleet's are drawn from (see :func:`loraforge.fleet.shapes.synthetic_spectra`). A
     module that an adapter lacks has rank 0.
     """
-    fleet = shape_fleet("qwen50")
+    fleet = shape_fleet(name)
     sigma = synthetic_spectra(fleet, SEED, pool)
     kept = uniform(fleet.rank, Fraction(1, 12))
     problem = Problem(fleet.names, fleet.rank, fleet.cost, sigma)

@@ -62,7 +62,13 @@ def masters(
 
 
 def routing(case: Case, seed: int) -> Tensor:
-    """int32 [T], the slot of each token: adapters as even as can be; shuffled in decode, grouped in prefill."""
+    """int32 [T], the slot of each token: adapters as even as can be; shuffled in decode, grouped in prefill. In a mixed
+    step every decode is of another adapter, and every prompt too, as long as there are some."""
+    if case.decodes:
+        lengths = torch.tensor([1] * case.decodes + case.prompts)
+        order = torch.randperm(case.adapters, generator=torch.Generator().manual_seed(seed))
+        each = order[torch.arange(len(lengths)) % case.adapters]
+        return each.repeat_interleave(lengths).to(torch.int32)
     slots = torch.arange(case.tokens) * case.adapters // case.tokens
     if case.phase == "decode":
         slots = slots[torch.randperm(case.tokens, generator=torch.Generator().manual_seed(seed))]

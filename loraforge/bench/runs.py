@@ -26,6 +26,7 @@ from loraforge.bench.native.sglang_csgmv import Csgmv
 from loraforge.bench.native.sglang_triton_v2 import TritonV2
 from loraforge.bench.native.tiles import TunedTiles, lookup, read_tiles, write_tiles
 from loraforge.bench.native.vllm_ops import VllmOps
+from loraforge.bench.operands import Operands
 from loraforge.bench.timing import Floors, measure_floors
 from loraforge.bench.tune import NATIVE_NAME, are_tuned, is_tuned, kernels_of, tune, tune_tiles
 from loraforge.dispatch import Table, choose
@@ -124,7 +125,7 @@ def ablated() -> list[Arm]:
 def resources() -> list[dict[str, Any]]:
     """Records of what the compiler made of the ablated kernels, by the runtime's own account."""
     attributes = load("lora", kind="nvcc" if torch.version.cuda else "hipcc").lf_lora_row_expand_attributes
-    warps = torch.cuda.get_device_properties(_device()).max_threads_per_multi_processor // 32
+    warps = torch.cuda.get_device_properties(gpu()).max_threads_per_multi_processor // 32
     found = []
     for staged in (1, 0):
         for width in (1, 2, 4, 8, 16, 32, 64):
@@ -164,8 +165,8 @@ def run_kernels(
     groups: of GROUPS. spectra: measured spectra that mixed ranks come from. workers: processes that compile what the
     engines' kernels need beforehand.
     """
-    device = _device()
-    mixed = layer_ranks(_pool(spectra))
+    device = gpu()
+    mixed = layer_ranks(measured(spectra))
     layers = list(grids.layers({name: max(map(max, ranks)) for name, ranks in mixed.items()}))
 
     def ranks(case: Case) -> list[list[int]]:
@@ -281,7 +282,7 @@ def run_tuning(
     Whole updates by three blocks, warm and flushed, of which the geometric mean counts; single products, of which
     there are many, by two warm ones. The native path that a table may choose is CSGMV, tuned.
     """
-    device = _device()
+    device = gpu()
     memo = Memo(table.with_suffix(".jsonl"), budget_s)
     names = [sglang_csgmv.DISTRIBUTION, sglang_triton_v2.DISTRIBUTION, vllm_ops.DISTRIBUTION]
     setting = repr((torch.cuda.get_device_name(device), TUNING_SEED, names))
@@ -307,9 +308,9 @@ def run_tuning(
                 for name, choice in choices.items()
             ]
             if op != "lora":
-                return _times(quick, op, case, ours)
-            times = _times(bench, op, case, [native, *ours])
-            return times | ({NATIVE_NAME: times.pop(native.name)} if native.name in times else {})
+                return times(quick, op, quick.operands(case), ours)
+            found = times(bench, op, bench.operands(case), [native, *ours])
+            return found | ({NATIVE_NAME: found.pop(native.name)} if native.name in found else {})
 
         entries = []
         pace = Pace(len(todo))
@@ -366,28 +367,28 @@ def _tune_engines(
                 kind(setup.engines, str(index), lambda op, case, tiles=option: tiles)
                 for index, option in enumerate(options)
             ]
-            times = _times(bench, op, case, arms)
-            return [times.get(str(index)) for index in range(len(options))]
+            taken = times(bench, op, bench.operands(case), arms)
+            return [taken.get(str(index)) for index in range(len(options))]
 
         found += tune_tiles(engine, cases, tried, measure, memo=memo, setting=setting)
         say(f"{engine}: tiles of {sum(item.engine == engine for item in found)} kernels")
     return found
 
 
-def _times(bench: Workbench, op: Op, case: Case, arms: Sequence[Arm]) -> dict[str, float]:
+def times(bench: Workbench, op: Op, operands: Operands, arms: Sequence[Arm]) -> dict[str, float]:
     """The geometric mean of warm and, where there are some, flushed medians, of the arms that pass their check."""
     return {
         record["arm"]: math.sqrt(
             statistics.median(record["warm_us"])
             * statistics.median(record["flushed_us" if "flushed_us" in record else "warm_us"])
         )
-        for record in bench.cell(op, bench.operands(case), arms)
+        for record in bench.cell(op, operands, arms)
         if record["passed"]
     }
 
 
 def compile_ahead(
-    setup: Setup,
+    setup: Setup | None,
     cases: Sequence[Case],
     workers: int,
     *,
@@ -397,7 +398,8 @@ def compile_ahead(
 ) -> None:
     """Compile kernels into Triton's cache, in processes of their own: the engines' for ``cases``, ours of ``choices``.
 
-    tuning: with every tile that is tried. only: names of the engines' arms, all of them where there are none.
+    setup: None where ``cases`` is empty, which needs no engine. tuning: with every tile that is tried. only: names of
+    the engines' arms, all of them where there are none.
     """
     alike: dict[tuple[object, int], list[Case]] = {}
     for case in cases:  # those that share kernels go to one process, which compiles each once
@@ -435,16 +437,17 @@ def _distinct(choices: Sequence[tuple[Op, Case, Choice]]) -> list[tuple[Op, Case
 
 
 def _compile(
-    setup: Setup,
+    setup: Setup | None,
     cases: Sequence[Case],
     tuning: bool,
     choices: Sequence[tuple[Op, Case, Choice]],
     only: Sequence[str],
 ) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    bench = Workbench(_device(), SEED)
-    arms = [each for each in setup.natives() if not only or each.name in only]
-    if tuning:
+    bench = Workbench(gpu(), SEED)
+    natives = [] if setup is None else setup.natives()
+    arms = [each for each in natives if not only or each.name in only]
+    if setup is not None and tuning:
         for (op, phase), tried in sglang_csgmv.TILES.items():
             arms += [Csgmv(setup.engines, "", _for(op, phase, option)) for option in tried]
         for (op, phase), tried in vllm_ops.TILES.items():
@@ -477,7 +480,8 @@ def _setting(setup: Setup, device: torch.device, floors: Floors) -> dict[str, An
     }
 
 
-def _device() -> torch.device:
+def gpu() -> torch.device:
+    """The device that kernels are timed on. Raises MissingDependencyError where there is none."""
     if not torch.cuda.is_available():
         raise MissingDependencyError(
             "serving kernels are timed on a GPU, and there is none that works here",
@@ -486,7 +490,8 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _pool(spectra: Path | None) -> list[Any] | None:
+def measured(spectra: Path | None) -> list[Any] | None:
+    """The spectra in records of ``loraforge factor``; None where no file is given."""
     if spectra is None:
         return None
     pool = [np.array(record["sigma"]) for record in read_jsonl(spectra) if "sigma" in record]

@@ -53,8 +53,10 @@ class Captured:
 class GraphTimer:
     """Times subjects on one device. Keeps a buffer of twice the L2 cache, and captures on a stream of its own."""
 
-    def __init__(self, device: torch.device, max_launches: int = MAX_LAUNCHES) -> None:
-        self._max_launches = max_launches
+    def __init__(
+        self, device: torch.device, max_launches: int = MAX_LAUNCHES, graph_us: float = GRAPH_US
+    ) -> None:
+        self._max_launches, self._graph_us = max_launches, graph_us
         properties = torch.cuda.get_device_properties(device)
         self._flush = torch.empty(2 * properties.L2_cache_size + (1 << 20), dtype=torch.int8, device=device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -76,7 +78,7 @@ class GraphTimer:
             start, end = _interval(pilot)
             end.synchronize()
             each = max(1.0, start.elapsed_time(end) * 1e3)
-            launches = int(min(self._max_launches, max(2, GRAPH_US // each)))
+            launches = int(min(self._max_launches, max(2, self._graph_us // each)))
             many = self._graph(subject.run, launches)
             single = self._graph(subject.run, 1)  # last: its outputs are what ``subject`` holds
             before()

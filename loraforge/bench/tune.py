@@ -26,11 +26,13 @@ from loraforge.ops.choice import NATIVE, Choice, Kernel
 # under NATIVE_NAME beside the choices of operation lora.
 Measure = Callable[[Op, Case, Mapping[str, Choice]], Mapping[str, float]]
 NATIVE_NAME = "native"
+INCUMBENT = "incumbent"  # what has served so far, among the choices of operation lora
 Tiles = Mapping[str, int] | None  # of an engine's kernel; None: what the engine itself would take
 Options = Mapping[Op, Sequence[Tiles]]
 MeasureTiles = Callable[[Op, Case, Sequence[Tiles]], Sequence[float | None]]
 _PRODUCTS: tuple[Op, ...] = ("shrink", "expand")
-KEEP_OURS = 0.98  # the native path is chosen where its time is below this share of ours: less is noise
+KEEP = 0.98  # the native path is chosen where its time is below this share of ours, and ours where it is below this
+# share of the incumbent's: less is noise
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,61 @@ CANDIDATES: dict[str, tuple[Candidates, ...]] = {
         ),
     ),
 }
+_NARROW = _shrinks((16, 32, 256, 3, 1))
+_TWELVE = _wide((16, 32, 256, 3, 4, 12))
+_ROWS = _expands((16, 128, 4, 80, 1), (16, 128, 4, 80, 2), (16, 128, 4, 128, 2))
+# fewer, for steps of engines: what the table of an H200 takes, and, for mixed ones, segments of 16 rows for the
+# decodes, each of which is a segment by itself
+STEP_CANDIDATES: dict[str, tuple[Candidates, ...]] = {
+    "decode": (
+        Candidates(
+            16,
+            _planes(_variants("direct", 7), 1, 2, 4)
+            + _planes(_variants("direct", 11, 12), 2, 4)
+            + _planes(_NARROW, 2, 4, 8)
+            + _planes(_TWELVE, 2, 4),
+            _variants("row_expand", 4, 7, 8) + _ROWS,
+            _planes(_variants("fused", 405), 1, 2, 4)
+            + _planes(_variants("fused", 505), 1, 4)
+            + _planes(_variants("fused", 611), 1, 2, 4)
+            + _planes(_variants("fused", 612), 1, 2)
+            + _planes(_variants("fused", 616), 1),
+        ),
+    ),
+    "prefill": (
+        Candidates(
+            16,
+            _planes(_variants("direct", 12), 2, 4) + _planes(_NARROW + _TWELVE, 1, 2, 4, 8),
+            _variants("row_expand", 4, 7) + _ROWS + _expands((16, 128, 4, 80, 8), (16, 256, 8, 128, 1)),
+        ),
+        Candidates(
+            64,
+            _planes(_shrinks((64, 16, 128, 4, 1)), 2, 4, 8)
+            + _planes(_NARROW, 1, 2, 8)
+            + _planes(_shrinks((64, 32, 128, 3, 1)), 1, 2)
+            + _planes(_shrinks((32, 32, 128, 3, 3)), 2, 4)
+            + _planes(_shrinks((64, 32, 64, 4, 1)), 8),
+            _expands(
+                (16, 128, 4, 80, 1),
+                (16, 128, 4, 80, 8),
+                (32, 128, 4, 96, 1),
+                (32, 128, 4, 96, 2),
+                (32, 128, 4, 96, 4),
+                (64, 64, 4, 128, 4),
+                (64, 64, 8, 80, 2),
+                (64, 128, 4, 168, 2),
+            ),
+        ),
+    ),
+}
 
 
-def kernels_of(tuned: Tuned) -> list[tuple[Op, Choice]]:
+def kernels_of(
+    tuned: Tuned, candidates: Mapping[str, Sequence[Candidates]] = CANDIDATES
+) -> list[tuple[Op, Choice]]:
     """Every candidate of a case that Triton compiles, with each number of planes it may meet."""
     found: dict[str, tuple[Op, Choice]] = {}
-    for group in _competing(CANDIDATES, tuned):
+    for group in _competing(candidates, tuned):
         counts = sorted({planes for _, planes in group.shrinks})
         jobs: list[tuple[Op, Choice]] = [
             ("shrink", Choice(kernel, group.expands[0], group.tile, planes))
@@ -217,9 +268,10 @@ def tune(
     *,
     memo: Memo | None = None,
     setting: str = "",
+    incumbent: Callable[[Case], Choice] | None = None,
 ) -> Iterator[Entry]:
     """An entry for every case, from the memo where it has it: under the case, what competes, and ``setting``, which
-    says whatever else times depend on.
+    says whatever else times depend on, the table that ``incumbent`` goes by included.
 
     Raises LoraForgeError where nothing passes its check, the native path included, and BudgetEnded as the memo does.
     """
@@ -228,7 +280,8 @@ def tune(
         groups = _competing(candidates, tuned)
 
         def measured(tuned: Tuned = tuned, groups: Sequence[Candidates] = groups) -> dict[str, Any]:
-            return _tune_case(tuned, measure, groups).model_dump(mode="json")
+            held = None if incumbent is None else incumbent(tuned.case)
+            return _tune_case(tuned, measure, groups, held).model_dump(mode="json")
 
         yield Entry.model_validate(memo.recall(_key("entry", tuned.case, groups, setting), measured))
 
@@ -258,9 +311,11 @@ def _key(kind: str, case: Case, competing: object, setting: str) -> str:
     return f"{kind} {case.key} {sha256_text(repr((competing, setting)))[:16]}"
 
 
-def _tune_case(tuned: Tuned, measure: Measure, candidates: Sequence[Candidates]) -> Entry:
+def _tune_case(
+    tuned: Tuned, measure: Measure, candidates: Sequence[Candidates], incumbent: Choice | None
+) -> Entry:
     case = tuned.case
-    final: dict[str, Choice] = {}
+    final: dict[str, Choice] = {} if incumbent is None else {INCUMBENT: incumbent}
     alone: dict[str, float] = {}  # of pairs, the two products one after the other
     for group in candidates:
         for choice, time in _pairs(case, measure, group):
@@ -270,11 +325,14 @@ def _tune_case(tuned: Tuned, measure: Measure, candidates: Sequence[Candidates])
             final[f"both {len(final)}"] = Choice(kernel, None, group.tile, planes)
     times = dict(measure("lora", case, final))
     native = times.pop(NATIVE_NAME, None)
-    best = _fastest(times)
+    best, held = _fastest(times), times.get(INCUMBENT)
+    if best is not None and held is not None and times[best] >= KEEP * held:
+        best = INCUMBENT
     if best is None and native is None:
         raise LoraForgeError("no kernel passes its check", key=case.key, remedy="run loraforge doctor")
     pair = _fastest({name: time for name, time in alone.items() if name in times})
-    take_native = best is None or (native is not None and native < KEEP_OURS * times[best])
+    take_native = best is None or (native is not None and native < KEEP * times[best])
+    before = held if native is None else native
     return Entry(
         phase=case.phase,
         d_in=case.projection.d_in,
@@ -285,7 +343,7 @@ def _tune_case(tuned: Tuned, measure: Measure, candidates: Sequence[Candidates])
         rank=tuned.rank,
         choice=(NATIVE if take_native or best is None else final[best]).to_json(),
         pair=(NATIVE if pair is None else final[pair]).to_json(),
-        speedup=1.0 if take_native or best is None or native is None else round(native / times[best], 3),
+        speedup=1.0 if take_native or best is None or before is None else round(before / times[best], 3),
     )
 
 

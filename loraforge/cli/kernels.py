@@ -1,4 +1,4 @@
-"""``loraforge bench kernels``, ``tune``, ``vllm-tiles``, ``engines``: serving kernels against those of the engines."""
+"""``loraforge bench kernels``, ``tune``, ``tune-steps``, ``vllm-tiles``, ``engines``: serving kernels timed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _Budget = Annotated[
 _Workers = Annotated[
     int, typer.Option("--workers", min=0, help="processes that compile the engines' kernels first")
 ]
+_Spectra = Annotated[Path | None, typer.Option(help="records of measured spectra that mixed ranks come from")]
 _ENDED = "the budget ended before the grid did; run the same command again to go on"
 
 
@@ -52,9 +53,7 @@ def kernels(
     groups: Annotated[
         str, typer.Option(help="comma-separated: layer, sweep, ablation")
     ] = "layer,sweep,ablation",
-    spectra: Annotated[
-        Path | None, typer.Option(help="records of measured spectra that mixed ranks come from")
-    ] = None,
+    spectra: _Spectra = None,
     budget_seconds: _Budget = None,
     workers: _Workers = 0,
     flushed: Annotated[bool, typer.Option(help="time with a flushed cache as well")] = True,
@@ -118,6 +117,50 @@ def tune(
         Setup(engines, tiles=tiles),
         out / name,
         out / f"tiles-{name}",
+        budget_s=budget_seconds,
+        workers=workers,
+        say=say,
+    )
+    if frozen is None:
+        say(_ENDED)
+        return
+    say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
+
+
+@app.command("tune-steps")
+def tune_steps(
+    out: Annotated[Path, typer.Option("-o", "--out", help="folder for the table")] = Path("results/tuned"),
+    table: Annotated[
+        Path | None, typer.Option(help="table whose choices are to be beaten; default: this device's")
+    ] = None,
+    spectra: _Spectra = None,
+    budget_seconds: _Budget = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=0, help="processes that compile kernels first")
+    ] = 0,
+) -> None:
+    """Tune a second table, of steps as engines run them.
+
+    Steps of compressed fleets at saturation, every update timed behind its base product; goes on from the journal
+    beside the table.
+    """
+    import torch
+
+    from loraforge.bench.runs import gpu
+    from loraforge.bench.step_tuning import fleet_ranks, step_times
+    from loraforge.bench.step_tuning import tune_steps as run
+    from loraforge.dispatch import load_table, steps_path
+    from loraforge.progress import say
+
+    device = gpu()
+    name = torch.cuda.get_device_name(device)
+    ranks = fleet_ranks(spectra)
+    frozen = run(
+        out / steps_path(name).name,
+        name,
+        step_times(device, ranks),
+        load_table(name, table),
+        ranks,
         budget_s=budget_seconds,
         workers=workers,
         say=say,

@@ -23,6 +23,7 @@ Phase = Literal["decode", "prefill"]
 FOLDER = Path(__file__).resolve().parent / "tables"
 GENERIC = "generic"
 EVEN = 2.0
+_MADE_BY = "loraforge bench tune, or tune-steps for one of steps"
 SCHEMA: Literal["loraforge.dispatch/1"] = "loraforge.dispatch/1"
 
 
@@ -37,7 +38,8 @@ class Entry(_Record):
     d_in, channels: the projection's input width, and the output channels of each slice.
     pair: the separate shrink and expand that are the fastest each by itself, for callers that need Z between them (a
         reduction over tensor-parallel ranks).
-    speedup: of the choice over the best native path where it was tuned, for the reader.
+    speedup: of the choice over what it was tuned against, the best native path or another table's choice, for the
+        reader.
     """
 
     phase: Phase
@@ -127,6 +129,17 @@ def table_path(device: str) -> Path:
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
+def steps_path(device: str) -> Path:
+    """Where a device's table of engines' steps would ship: ``tables/nvidia-h200-steps.json``."""
+    return table_path(f"{device} steps")
+
+
+def load_steps(device: str) -> Table | None:
+    """The table of a device for steps as engines run them; None where none ships. Raises as :func:`load_table` does."""
+    path = steps_path(device)
+    return _load(path) if path.is_file() else None
+
+
 @lru_cache(maxsize=16)
 def _load(path: Path) -> Table:
     value = read_json(path)
@@ -138,7 +151,7 @@ def _load(path: Path) -> Table:
             first["msg"],
             path=path,
             key=".".join(map(str, first["loc"])) or None,
-            remedy="make the table again with loraforge bench tune",
+            remedy=f"make the table again with {_MADE_BY}",
         ) from error
     body = {name: item for name, item in value.items() if name != "sha256"}
     if _digest(body) != table.sha256:
@@ -146,7 +159,7 @@ def _load(path: Path) -> Table:
             f"content is {_digest(body)}, its hash says {table.sha256}",
             path=path,
             key="sha256",
-            remedy="tables are not edited by hand: make it again with loraforge bench tune",
+            remedy=f"tables are not edited by hand: make it again with {_MADE_BY}",
         )
     return table
 
@@ -175,6 +188,14 @@ def choose(
     """
     entry = _find(table, phase, d_in, channels, tokens, rank, adapters, most)
     return Choice.from_json(entry.pair if pair else entry.choice)
+
+
+def covers(table: Table, phase: Phase, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> bool:
+    """Whether the table knows just this projection, in buckets that hold so many tokens and such a mean rank: whether
+    :func:`choose` answers with what was tuned, not with the nearest there is."""
+    entries = _shapes(table).get((phase, d_in, channels), [])
+    within = min((entry.tokens for entry in entries if entry.tokens >= tokens), default=None)
+    return any(entry.rank >= rank for entry in entries if entry.tokens == within)
 
 
 def _find(

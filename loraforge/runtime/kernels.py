@@ -1,4 +1,4 @@
-"""Which kernels serve a projection on a GPU: the device's dispatch table, asked once a shape of step."""
+"""Which kernels serve a projection on a GPU: the device's dispatch tables, asked once a shape of step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from loraforge.dispatch.table import Phase, Table, choose, load_table
+from loraforge.dispatch.table import Phase, Table, choose, covers, load_steps, load_table
 from loraforge.ops.choice import Choice, Kernel
 from loraforge.runtime.ranks import Projection
 
@@ -25,11 +25,21 @@ class Kernels:
     last bucket of decode): its adapters then have a few rows each. Longer ones hold prompts.
     """
 
-    def __init__(self, table: Table, requests: int, ranks: Mapping[str, int], greatest: int) -> None:
+    def __init__(
+        self,
+        table: Table,
+        requests: int,
+        ranks: Mapping[str, int],
+        greatest: int,
+        steps: Table | None = None,
+    ) -> None:
         """requests: that the engine runs at once. ranks: mean live rank by a module's last name, where known. greatest:
-        rank that an adapter may have."""
+        rank that an adapter may have. steps: asked first, where it has the projection and buckets for tokens and rank.
+        """
         self.table = table
-        self._decode = min(requests, _last(table, "decode"))
+        self.steps = steps
+        self._tables = (table,) if steps is None else (steps, table)
+        self._requests = requests
         self._ranks = ranks
         self._greatest = greatest
         self._chosen: dict[tuple[bool, int, tuple[int, ...], int, int], Choice] = {}
@@ -38,8 +48,15 @@ class Kernels:
     def of(
         cls, device: torch.device | str, requests: int, ranks: Mapping[str, int], greatest: int
     ) -> Kernels:
-        """From the table that ships for a device."""
-        return cls(load_table(torch.cuda.get_device_name(device)), requests, ranks, greatest)
+        """From the tables that ship for a device."""
+        name = torch.cuda.get_device_name(device)
+        return cls(load_table(name), requests, ranks, greatest, load_steps(name))
+
+    @property
+    def source(self) -> str:
+        """The device of the table, and the hashes of what is asked."""
+        steps = "" if self.steps is None else f", steps {self.steps.sha256[:12]}"
+        return f"{self.table.device} (table {self.table.sha256[:12]}{steps})"
 
     def choose(self, projection: Projection, tokens: int) -> Choice:
         """For a step of ``tokens`` tokens; any choice gives the same sums.
@@ -54,7 +71,7 @@ class Kernels:
         return self._known(projection, tokens, pair=True)
 
     def _known(self, projection: Projection, tokens: int, *, pair: bool) -> Choice:
-        rank = self._ranks.get(projection.name.rpartition(".")[2]) or min(_MIDDLING, self._greatest)
+        rank = self._ranks.get(projection.name.rpartition(".")[2], 0)
         key = pair, projection.d_in, projection.channels, tokens, rank
         found = self._chosen.get(key)
         if found is None:  # called for every layer of a step that is not captured
@@ -62,16 +79,24 @@ class Kernels:
         return found
 
     def _choose(self, pair: bool, d_in: int, channels: tuple[int, ...], tokens: int, rank: int) -> Choice:
-        phase: Phase = "decode" if tokens <= self._decode else "prefill"
-        for of_two in dict.fromkeys((pair, True)):  # where one kernel is not ours, two may be
-            found = choose(self.table, phase, d_in, channels, tokens, rank, pair=of_two)
-            if not found.native:
-                return found
+        for table in self._tables:
+            phase: Phase = "decode" if tokens <= self._decode(table) else "prefill"
+            # where nothing is known of the ranks, steps are asked only if adapters of any rank are within
+            if table is self.steps and not covers(
+                table, phase, d_in, channels, tokens, rank or self._greatest
+            ):
+                continue
+            mean = rank or min(_MIDDLING, self._greatest)
+            for of_two in dict.fromkeys((pair, True)):  # where one kernel is not ours, two may be
+                found = choose(table, phase, d_in, channels, tokens, mean, pair=of_two)
+                if not found.native:
+                    return found
         return _FALLBACK[phase]
 
     def bounds(self, tokens: int) -> list[int]:
         """Lengths of steps, up to ``tokens``, behind each of which another choice may come."""
-        known = {entry.tokens for entry in self.table.entries} | {self._decode, tokens}
+        known = {entry.tokens for table in self._tables for entry in table.entries}
+        known |= {self._decode(table) for table in self._tables} | {tokens}
         return sorted(bound for bound in known if bound <= tokens)
 
     def tiles(self) -> set[int]:
@@ -85,10 +110,15 @@ class Kernels:
             for phase, bound, choice in self._choices()
         )
 
+    def _decode(self, table: Table) -> int:
+        """The most tokens of a step that counts as decode in a table."""
+        return min(self._requests, _last(table, "decode"))
+
     def _choices(self) -> list[tuple[Phase, int, Choice]]:
         found = [
             (entry.phase, entry.tokens, Choice.from_json(value))
-            for entry in self.table.entries
+            for table in self._tables
+            for entry in table.entries
             for value in (entry.choice, entry.pair)
         ]
         return found + [(phase, _last(self.table, phase), choice) for phase, choice in _FALLBACK.items()]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loraforge.dispatch import Entry, Table, choose, load_table, table_path
+from loraforge.dispatch import Entry, Table, choose, load_steps, load_table, steps_path, table_path
+from loraforge.dispatch import table as module
+from loraforge.dispatch.table import covers
 from loraforge.errors import InputError, IntegrityError
 from loraforge.ops import NATIVE, Choice, Kernel
 
@@ -147,7 +149,31 @@ def test_a_table_serves_both_phases_and_states_a_cell_once() -> None:
 def test_shipped_tables_hold_and_a_device_without_one_takes_the_generic() -> None:
     for path in table_path("x").parent.glob("*.json"):
         shipped = load_table("", path)
-        assert table_path(shipped.device) == path
+        assert path in (table_path(shipped.device), steps_path(shipped.device))
         for phase in ("decode", "prefill"):
             assert choose(shipped, phase, 2560, (4096, 1024, 1024), 32, 8).tile >= 16  # type: ignore[arg-type]
     assert load_table("a device of 2040").device == "generic"
+
+
+def test_a_table_covers_what_it_was_tuned_for_alone() -> None:
+    shape = (2560, (4096, 1024, 1024))
+    assert covers(table(), "decode", *shape, 8, 64)
+    assert covers(table(), "decode", *shape, 256, 16)
+    assert not covers(table(), "decode", *shape, 256, 17), "of another bucket of tokens"
+    assert not covers(table(), "decode", *shape, 257, 16)
+    assert not covers(table(), "decode", 2560, (4096, 1024, 1025), 8, 16)
+    assert not covers(table(), "prefill", 9728, (2560,), 8, 16)
+
+
+def test_a_table_of_steps_is_found_beside_that_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    assert steps_path("A Device 9") == tmp_path / "a-device-9-steps.json"
+    assert load_steps("A Device 9") is None
+    table().write(steps_path("A Device 9"))
+    assert load_steps("A Device 9") == table()
+    assert load_steps("A Device 90") is None
+    steps_path("A Device 90").write_text("{}")
+    with pytest.raises(InputError, match="tune-steps"):
+        load_steps("A Device 90")

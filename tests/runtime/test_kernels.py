@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from loraforge.dispatch.table import Entry, Phase, Table, load_table
+from loraforge.dispatch import table as tables
+from loraforge.dispatch.table import Entry, Phase, Table, load_table, steps_path, table_path
 from loraforge.ops import reference
 from loraforge.ops.choice import NATIVE, Choice, Kernel
 from loraforge.runtime.batch import Applied, Batch
@@ -84,6 +86,81 @@ def test_buffers_are_large_enough_for_every_choice() -> None:
             choice = kernels.choose(DOWN, tokens)
             assert choice.planes * tokens <= room
             assert choice.tile in tiles
+
+
+STEP = Choice(Kernel("fused", {"variant": 612}), planes=2)
+MIXED = Choice(Kernel("triton"), Kernel("triton"), tile=32, planes=8)
+LONGER = Choice(Kernel("direct"), Kernel("triton"), tile=16)
+STEPS = _table(
+    _entry("decode", 24, 16, STEP, PAIR),
+    _entry("decode", 64, 16, PAIR, PAIR),
+    _entry("prefill", 256, 16, MIXED, MIXED),
+    _entry("prefill", 2048, 16, NATIVE, LONGER),
+    _entry("prefill", 3000, 16, NATIVE, NATIVE),
+)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "rank", "wanted"),
+    [
+        (1024, 24, 9, STEP),
+        (1024, 25, 9, PAIR),
+        (1024, 65, 9, MIXED),  # beyond the decodes of steps: one with prompts
+        (20, 20, 9, STEP),
+        (20, 21, 9, MIXED),
+        (1024, 300, 9, LONGER),  # native is no choice of ours
+        (1024, 2049, 9, PROMPT),  # nor is there a pair: the device's table
+        (1024, 3001, 9, PROMPT),  # beyond the last bucket
+        (1024, 24, 17, PAIR),  # above the ranks of steps
+    ],
+)
+def test_steps_are_asked_first_within_their_buckets(
+    requests: int, tokens: int, rank: int, wanted: Choice
+) -> None:
+    kernels = Kernels(TABLE, requests, {"down_proj": rank}, 64, STEPS)
+    assert kernels.choose(DOWN, tokens) == wanted
+    assert kernels.source == f"a device (table {TABLE.sha256[:12]}, steps {STEPS.sha256[:12]})"
+
+
+def test_steps_say_nothing_of_other_projections_nor_of_ranks_that_are_not_known() -> None:
+    near = Projection(DOWN.name, 104, (64,))
+    for ranks, projection in (({"down_proj": 8}, near), ({}, DOWN)):
+        with_steps, without = Kernels(TABLE, 64, ranks, 64, STEPS), Kernels(TABLE, 64, ranks, 64)
+        for tokens in (1, 24, 64, 65, 2048):
+            assert with_steps.choose(projection, tokens) == without.choose(projection, tokens)
+            assert with_steps.pair(projection, tokens) == without.pair(projection, tokens)
+    assert Kernels(TABLE, 64, {}, 16, STEPS).choose(DOWN, 24) == STEP, "no adapter can be above the bucket"
+
+
+@pytest.mark.parametrize("requests", [16, 48, 100, 300])
+def test_bounds_tiles_and_planes_are_of_both_tables(requests: int) -> None:
+    kernels = Kernels(TABLE, requests, {"down_proj": 9}, 64, STEPS)
+    bounds, tiles, room = kernels.bounds(4000), kernels.tiles(), kernels.planes(4000)
+    assert {24, 32, min(64, requests), 128, 256, 512, 2048, 3000, 4000} <= set(bounds)
+    for tokens in range(1, 4001):
+        bound = next(bound for bound in bounds if bound >= tokens)
+        for ask in (kernels.choose, kernels.pair):
+            choice = ask(DOWN, tokens)
+            assert choice == ask(DOWN, bound)
+            assert choice.tile in tiles
+            assert choice.planes * tokens <= room
+    assert tiles >= {16, 32, 64, 128}
+
+
+def test_without_a_table_of_steps_a_device_is_served_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A Device")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    TABLE.write(table_path("A Device"))
+    kernels = Kernels.of("cuda", 1024, {"down_proj": 9}, 64)
+    assert kernels.steps is None
+    assert kernels.source == f"a device (table {TABLE.sha256[:12]})"
+    assert kernels.bounds(1000) == [32, 128, 512, 1000]
+    assert kernels.tiles() == {16, 64, 128}
+    assert kernels.choose(DOWN, 24) == PAIR
+    STEPS.write(steps_path("A Device"))
+    assert Kernels.of("cuda", 1024, {"down_proj": 9}, 64).choose(DOWN, 24) == STEP
 
 
 def test_all_choices_give_the_same_sums() -> None:

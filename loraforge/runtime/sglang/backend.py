@@ -60,7 +60,7 @@ class LoRAForgeBackend(ChunkedSgmvLoRABackend):
         """What the products run on."""
         if self.kernels is None:
             return cpu.instructions()
-        return f"kernels chosen for {self.kernels.table.device} (table {self.kernels.table.sha256[:12]})"
+        return f"kernels chosen for {self.kernels.source}"
 
     @property
     def device_bytes(self) -> int:

@@ -51,8 +51,7 @@ class PunicaWrapperLoRAForge(PunicaWrapperGPU):
     @property
     def instructions(self) -> str:
         """What the products run on."""
-        table = self.kernels.table
-        return f"kernels chosen for {table.device} (table {table.sha256[:12]})"
+        return f"kernels chosen for {self.kernels.source}"
 
     def watch(self, lora_b_stacked: Tensor, slots: Set[int]) -> None:
         """A native layer, known by its B, needs the engine's metadata while ``slots`` is not empty."""
