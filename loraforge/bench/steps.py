@@ -16,9 +16,8 @@ from loraforge.bench.cases import LLAMA, PROJECTIONS, QWEN, SPECTRAL12, Case, Ph
 
 DECODE_BOUNDS = (4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128)
 MIXED_BOUNDS = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-RANK = (
-    16  # bucket that the entries stand for: means of the 1/12 fleets are 4 to 10, of their originals about 60
-)
+# the bucket that the entries stand for: means of the 1/12 fleets are 4 to 10, of their originals about 60
+RANK = 16
 
 Ranks = Mapping[str, Mapping[str, list[list[int]]]]  # model -> projection -> those of each adapter and slice
 
