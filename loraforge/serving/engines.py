@@ -239,7 +239,7 @@ class Engine:
             log = open(self.log, "wb")  # noqa: SIM115 closed below, once the child has it
         except OSError as error:
             raise output_error(error, self.log) from error
-        with log:
+        with log, deferred_signals():
             try:
                 self._process = Guarded(self.line, env=environment(self.env), output=log, stop_s=self.stop_s)
             except OSError as error:

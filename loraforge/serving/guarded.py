@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ class Guarded:
     to end by itself after SIGTERM before it is killed. ask: command that ends it in its own way, tried before any
     signal. folder: what the watchdog removes once it had to end it.
 
-    Raises OSError where the program cannot be run.
+    Raises OSError where the program cannot be run. Signals that are exceptions have to wait until whoever is to end the
+    process has it.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class Guarded:
                 stderr=subprocess.STDOUT,
                 env=env,
                 start_new_session=True,
+                # said by the new process itself: this one may be killed before it could
+                preexec_fn=lambda: self._tell(f"{os.getpid()}\n"),
             )
         except OSError:
             self._dismiss()
             raise
-        self._tell(f"{self.pid}\n")
 
     @property
     def pid(self) -> int:

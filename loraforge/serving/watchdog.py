@@ -1,9 +1,9 @@
 """End a session of processes when whoever started it is gone, however it went: SIGKILL leaves no one to end an engine.
 
 A process of its own: ``python watchdog.py STOP_S [FOLDER [ASK ...]]``, whose standard input is a pipe that the starter
-alone writes to. The starter writes the session's id; the pipe's end without a further word says that the starter died.
-ASK is a command that asks the session to end; FOLDER goes after it, where it is not empty. Needs the standard library
-alone, and Linux's /proc.
+alone holds the other end of. What it hears first is the session's id, from the session's first process; the pipe's end
+without a further word says that the starter died. ASK is a command that asks the session to end; FOLDER, unless empty,
+is removed after that. Needs the standard library alone, and Linux's /proc.
 """
 
 from __future__ import annotations
