@@ -7,15 +7,12 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -24,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loraforge.errors import LoraForgeError, UsageError
 from loraforge.files import output_error
-from loraforge.serving import watchdog
+from loraforge.serving.guarded import Guarded, deferred_signals, last_lines, status_words
 from loraforge.serving.listener import stranger
 from loraforge.serving.watchdog import GONE_S, members, wait
 
@@ -39,7 +36,6 @@ _THREADS = frozenset(
     }
 )
 _POLL_S = 0.1
-_TAIL = 20  # log lines that an error quotes
 
 
 class EngineError(LoraForgeError):
@@ -202,8 +198,7 @@ class Engine:
         self.line, self.host, self.port, self.log = list(line), host, port, Path(log)
         self.env, self.health = dict(env or {}), health
         self.start_s, self.stop_s = start_s, stop_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._process: Guarded | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, log: Path, *, start_s: float = 600.0, stop_s: float = 30.0) -> Engine:
@@ -244,25 +239,15 @@ class Engine:
             log = open(self.log, "wb")  # noqa: SIM115 closed below, once the child has it
         except OSError as error:
             raise output_error(error, self.log) from error
-        with log:
-            self._guard = _guard(self.stop_s)  # before there is anything to leave behind
+        with log, deferred_signals():
             try:
-                self._process = subprocess.Popen(
-                    self.line,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment(self.env),
-                    start_new_session=True,
-                )
+                self._process = Guarded(self.line, env=environment(self.env), output=log, stop_s=self.stop_s)
             except OSError as error:
-                self._dismiss()
                 raise UsageError(
                     f"cannot be run ({error.strerror})",
                     path=self.line[0],
                     remedy="name the program or interpreter of the engine",
                 ) from error
-        self._tell(f"{self._process.pid}\n")
 
     def wait_healthy(self) -> None:
         """Return once the health path answers 200.
@@ -274,7 +259,7 @@ class Engine:
         while not self._answers():
             if (code := self.poll()) is not None:
                 raise EngineError(
-                    f"ended with {_code(code)} before it was healthy{self._tail()}", key=self.url
+                    f"ended with {status_words(code)} before it was healthy{self._tail()}", key=self.url
                 )
             if time.monotonic() > deadline:
                 raise EngineError(f"is not healthy after {self.start_s:g} s{self._tail()}", key=self.url)
@@ -291,7 +276,7 @@ class Engine:
     def trouble(self) -> str | None:
         """Why the server no longer serves, or None where it does: a process may outlive what it fronts for."""
         if (code := self.poll()) is not None:
-            return f"ended with {_code(code)}"
+            return f"ended with {status_words(code)}"
         return self._stranger() if self._answers() else f"no longer answers at {self.health}"
 
     def stop(self) -> None:
@@ -302,28 +287,11 @@ class Engine:
         """
         if self._process is None:
             return
-        session = self._process.pid
-        if not watchdog.end(session, self.stop_s, lambda: self.poll() is not None):
-            raise EngineError(f"left processes {members(session)} behind", key=self.url)
-        self._dismiss()
+        if not self._process.end():
+            raise EngineError(f"left processes {members(self._process.pid)} behind", key=self.url)
         if not wait(lambda: is_free(self.host, self.port), GONE_S):
             raise EngineError(f"left port {self.port} in use", key=self.url)
         self._process = None
-
-    def _tell(self, words: str) -> None:
-        """Write to the watchdog; nothing where somebody has killed it."""
-        guard = self._guard
-        if guard is not None and guard.stdin is not None:
-            with suppress(BrokenPipeError):
-                guard.stdin.write(words.encode())
-
-    def _dismiss(self) -> None:
-        """Let the watchdog go: there is nothing left to watch."""
-        self._tell("done\n")
-        guard, self._guard = self._guard, None
-        if guard is not None and guard.stdin is not None:
-            guard.stdin.close()
-            guard.wait()
 
     def __enter__(self) -> Engine:
         try:
@@ -357,11 +325,9 @@ class Engine:
 
     def _tail(self) -> str:
         """The end of the log, for an error."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
+        if not self.log.exists():
             return ""
-        last = "\n".join(lines[-_TAIL:])
+        last = last_lines(self.log)
         return f"; the end of {self.log}:\n{last}" if last else f"; {self.log} is empty"
 
 
@@ -381,44 +347,9 @@ def starting(engines: Sequence[Engine]) -> Iterator[None]:
 
 def stop_all(engines: Sequence[Engine]) -> None:
     """End several servers at once; signals wait meanwhile. Raises EngineError as :meth:`Engine.stop` does."""
-    with _deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
+    with deferred_signals(), ThreadPoolExecutor(max(len(engines), 1)) as threads:
         for stopped in [threads.submit(engine.stop) for engine in engines]:
             stopped.result()
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back, and send this process afterwards what came. A thread gets none: nothing to hold."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[signal.Signals] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {
-        number: signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
-        for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
-
-
-def _guard(stop_s: float) -> subprocess.Popen[bytes]:
-    """A watchdog in a session of its own, which interrupts from a terminal do not reach; this process alone holds the
-    other end of its pipe."""
-    line = [sys.executable, "-I", "-S", watchdog.__file__, str(stop_s)]
-    return subprocess.Popen(
-        line,
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def is_free(host: str, port: int) -> bool:
@@ -431,7 +362,3 @@ def is_free(host: str, port: int) -> bool:
             return False
         raise UsageError(f"cannot be listened at ({error.strerror})", key=f"{host}:{port}") from error
     return True
-
-
-def _code(status: int) -> str:
-    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

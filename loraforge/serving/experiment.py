@@ -13,6 +13,7 @@ from loraforge.config import Layout
 from loraforge.errors import InputError, UsageError
 from loraforge.evidence.machine import Protocol
 from loraforge.serving.arms import Arm, Execution, Weights
+from loraforge.serving.mps import GPUS, PIPES
 from loraforge.serving.records import Stop
 from loraforge.serving.workload import Even, FleetLoad, Lengths, LoadSpec, Vocabulary, Zipf
 
@@ -132,6 +133,11 @@ class Experiment(_Strict):
         ge=1,
         description="arms whose engines are started together; they take turns all the same, and the others idle",
     )
+    mps: bool = Field(
+        False,
+        description="whether engines that share a GPU do so by CUDA's multi-process service, so that their kernels run"
+        " side by side, and not in time slices",
+    )
     points: tuple[Points, ...] = Field(min_length=1)
     popularity: EvenPopularity | ZipfPopularity = Field(default_factory=EvenPopularity, discriminator="kind")
     stop: Stop = "exact"
@@ -176,6 +182,8 @@ class Experiment(_Strict):
             for arm in parsed:
                 if arm.weights is not None and arm.weights not in fleet.adapters:
                     raise ValueError(f"fleet {name} has no {arm.weights} weights, which arm {arm} serves")
+        if self.mps:
+            self._fits_mps()
         _once(self.contracts, "stop")
         repeating = [arm.name for arm in parsed if any(map(self.repeats, self.contracts_of(arm)))]
         if repeating:
@@ -189,6 +197,14 @@ class Experiment(_Strict):
         if "early" in self.contracts:
             self._fits_early()
         return self
+
+    def _fits_mps(self) -> None:
+        if self.protocol == "cpu":
+            raise ValueError("mps is for engines on GPUs, and protocol cpu has none")
+        fleets = {f"fleet {name}": fleet.env for name, fleet in self.fleets.items()}
+        for where, env in {"env": self.env, **fleets}.items():
+            if declared := sorted({PIPES, GPUS} & set(env)):
+                raise ValueError(f"{where} declares {declared[0]}, which mps sets for every engine")
 
     def _fits_early(self) -> None:
         if self.engine != "sglang":

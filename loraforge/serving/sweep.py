@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -21,6 +22,7 @@ from loraforge.evidence.machine import anonymise, describe
 from loraforge.files import output_error, sha256_file, sole_writer
 from loraforge.progress import progress, say
 from loraforge.runtime.vllm import version
+from loraforge.serving import mps
 from loraforge.serving.admission import admission, read_trace
 from loraforge.serving.arms import Arm
 from loraforge.serving.client import Options, replay
@@ -89,7 +91,8 @@ def run_sweep(
 
     Raises UsageError for an arm that is not declared, a port in use or beyond the last one and an interpreter without
     the engine, InputError for fleets that cannot be opened and for a folder of another setting, OutputError for one
-    that another run uses.
+    that another run uses; of an experiment with ``mps``, what :func:`loraforge.serving.mps.service` does, and MpsError
+    where its daemon has ended before a start.
     """
     if python is not None:
         experiment = experiment.model_copy(update={"python": python.absolute()})
@@ -103,10 +106,12 @@ def run_sweep(
             remedy=f"choose from {', '.join(experiment.arms)}",
         )
     experiment.check_ports(port_offset)
+    if experiment.mps:
+        mps.find_tool()  # before adapters are hashed
     fleets = open_fleets(experiment, root)
     chosen = [Arm.parse(name) for name in experiment.arms if arms is None or name in arms]
-    with sole_writer(out):
-        runner = _Runner(experiment, root, out, fleets, deadline, port_offset)
+    with mps.service() if experiment.mps else nullcontext() as shared, sole_writer(out):
+        runner = _Runner(experiment, root, out, fleets, deadline, port_offset, shared)
         for arms_abreast in experiment.abreast_of(chosen):
             if runner.outcome.interrupted is None:
                 runner.run(arms_abreast)
@@ -151,9 +156,10 @@ class _Runner:
         fleets: Mapping[str, ServedFleet],
         deadline: float | None,
         port_offset: int,
+        shared: mps.Service | None,
     ) -> None:
         self.experiment, self.root, self.out, self.fleets = experiment, root, out, fleets
-        self.deadline, self.port_offset = deadline, port_offset
+        self.deadline, self.port_offset, self.shared = deadline, port_offset, shared
         self.outcome = Outcome()
         self.records = out / RECORDS
         self._adapters = {name: fleet.adapters for name, fleet in fleets.items()}
@@ -185,6 +191,8 @@ class _Runner:
             self._turn(arm, pending, first + place, arms.index(arm))
             for place, (arm, pending) in enumerate(chosen)
         ]
+        if turns and self.shared is not None:
+            self.shared.check()
         clock = time.monotonic()
         with starting([engine for turn in turns for engine in turn.engines.values()]):
             turns = [self._wait(turn, clock) for turn in turns]
@@ -252,7 +260,7 @@ class _Runner:
             return
         if not self._has_time(self._pass_s() + self._least_s(turn.pending)):
             return
-        trouble = _inactive(turn.arm, start.engines) or _trouble(turn.engines)
+        trouble = _inactive(turn.arm, start.engines) or self._trouble(turn.engines)
         if trouble is None:
             turn, trouble = self._condition(turn)
         self._add(start.model_copy(update={"failure": trouble}))
@@ -310,7 +318,7 @@ class _Runner:
         }
         counted = len(windows) == len(running.engines)
         peaks = [window.after.peak_allocated_bytes for window in windows.values()]
-        stopped = run.run.ended or _trouble(running.engines)
+        stopped = run.run.ended or self._trouble(running.engines)
         admitted, untraced = _admissions(running.traces, run.run.started, ended)
         name = requests_file(running.start.number, case, hashes.rate, hashes.seed)
         write_run(self.out / name, run)
@@ -354,7 +362,14 @@ class _Runner:
             untimed={"conditioning at the start": len(run.requests)},
             failed=sum(failures(run.requests).values()),
         )
-        return passed, run.run.ended or _trouble(running.engines)
+        return passed, run.run.ended or self._trouble(running.engines)
+
+    def _trouble(self, engines: Mapping[str, Engine]) -> str | None:
+        """Which engine no longer serves, or does not share its GPU as declared, and why; None where all do."""
+        for name, engine in engines.items():
+            if (reason := engine.trouble()) is not None:
+                return f"the engine of {name} {reason}"
+        return None if self.shared is None else self.shared.trouble()
 
     def _case(self, arm: Arm, stop: Stop) -> str:
         return case_of(arm.name, stop if self.experiment.stops else None)
@@ -427,6 +442,8 @@ class _Runner:
         log: Path,
     ) -> Engine:
         config = engine_config(self.experiment, fleet, arm, planned, self.root, counters, trace, port_offset)
+        if self.shared is not None:
+            config = config.model_copy(update={"env": {**config.env, **self.shared.environment}})
         if (declared := fleet.config.command) is None:
             return Engine.of(config, log, start_s=self.experiment.start_s)
         line = [part.replace("{port}", str(config.port)).replace("{arm}", arm.name) for part in declared]
@@ -512,14 +529,6 @@ def _window(before: Counters, after: Counters) -> Window:
 
 def _of_fleet(run: Run, fleet: str) -> Run:
     return Run(run=run.run, requests=tuple(request for request in run.requests if request.fleet == fleet))
-
-
-def _trouble(engines: Mapping[str, Engine]) -> str | None:
-    """Which engine no longer serves, and why; None where all do."""
-    for name, engine in engines.items():
-        if (reason := engine.trouble()) is not None:
-            return f"the engine of {name} {reason}"
-    return None
 
 
 def _admissions(

@@ -171,7 +171,7 @@ def test_a_server_that_ended_well_is_watched_no_more(tmp_path: Path, port: int, 
     running = engine(port, tmp_path / "engine.log")
     with running:
         assert running.pid is not None
-        guard = running._guard
+        guard = None if running._process is None else running._process._guard
         assert guard is not None
         assert guard.poll() is None
         vanish += [running.pid, guard.pid]
