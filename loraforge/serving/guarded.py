@@ -50,7 +50,7 @@ class Guarded:
                 env=env,
                 start_new_session=True,
                 # said by the new process itself: this one may be killed before it could
-                preexec_fn=lambda: self._tell(f"{os.getpid()}\n"),
+                preexec_fn=self._announce,
             )
         except OSError:
             self._dismiss()
@@ -71,6 +71,13 @@ class Guarded:
             return False
         self._dismiss()
         return True
+
+    def _announce(self) -> None:
+        """Tell the watchdog of the new process, which runs this. Popen has restored SIGPIPE by now: it would be the end
+        of it where somebody has killed the watchdog."""
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        self._tell(f"{os.getpid()}\n")
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
     def _tell(self, words: str) -> None:
         """Write to the watchdog; nothing where somebody has killed it."""
