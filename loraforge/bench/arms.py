@@ -66,6 +66,11 @@ class Ours:
         self._choose = choose
         self._native = native
 
+    @classmethod
+    def of(cls, name: str, choice: Choice) -> Ours:
+        """With one choice for every case."""
+        return cls(name, lambda op, case: choice)
+
     def supports(self, op: Op, case: Case) -> bool:
         choice = self._choose(op, case)
         if choice is None:

@@ -89,10 +89,7 @@ class StepTimes:
 
     def __call__(self, op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
         operands = self._of(case)
-        ours = [
-            Ours(name, lambda op, case, choice=choice: choice)  # type: ignore[misc]
-            for name, choice in choices.items()
-        ]
+        ours = [Ours.of(name, choice) for name, choice in choices.items()]
         if op != "lora":
             return times(self.quick, op, operands, ours)
         found = self._in_place(self.first, operands, ours)

@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 
 from loraforge.bench import cases as grids
 from loraforge.bench.arms import Arm, Ours
-from loraforge.bench.cases import SPECTRAL12, Case, Op, Work
+from loraforge.bench.cases import SPECTRAL12, Case, Op, Tuned, Work
 from loraforge.bench.journal import BudgetEnded, Memo
 from loraforge.bench.kernels import Journal, Ranks, Workbench, describe, floor_us, run_works, uniform_ranks
 from loraforge.bench.mix import layer_ranks
@@ -29,7 +29,7 @@ from loraforge.bench.native.vllm_ops import VllmOps
 from loraforge.bench.operands import Operands
 from loraforge.bench.timing import Floors, measure_floors
 from loraforge.bench.tune import NATIVE_NAME, are_tuned, is_tuned, kernels_of, tune, tune_tiles
-from loraforge.dispatch import Table, choose
+from loraforge.dispatch import Entry, Table, choose
 from loraforge.errors import LoraForgeError, MissingDependencyError
 from loraforge.evidence.targets.expand_ablation import DIRECT, LIMITS, STAGED, arm
 from loraforge.files import read_jsonl
@@ -303,21 +303,13 @@ def run_tuning(
             say("compiled what is to be tuned")
 
         def compare(op: Op, case: Case, choices: Mapping[str, Choice]) -> dict[str, float]:
-            ours: list[Arm] = [
-                Ours(name, lambda op, case, choice=choice: choice)  # type: ignore[misc]
-                for name, choice in choices.items()
-            ]
+            ours = [Ours.of(name, choice) for name, choice in choices.items()]
             if op != "lora":
                 return times(quick, op, quick.operands(case), ours)
             found = times(bench, op, bench.operands(case), [native, *ours])
             return found | ({NATIVE_NAME: found.pop(native.name)} if native.name in found else {})
 
-        entries = []
-        pace = Pace(len(todo))
-        for each, entry in zip(cases, tune(cases, compare, memo=memo, setting=setting), strict=True):
-            entries.append(entry)
-            if each in todo:
-                say(f"{pace.step()} {each.case.key} {entry.choice} {entry.speedup}")
+        entries = collect(cases, tune(cases, compare, memo=memo, setting=setting), todo, say)
     except BudgetEnded:
         return None
     frozen = Table.freeze(
@@ -327,6 +319,19 @@ def run_tuning(
     )
     frozen.write(table)
     return frozen
+
+
+def collect(
+    cases: Iterable[Tuned], tuned: Iterable[Entry], todo: Collection[Tuned], say: Callable[[str], object]
+) -> list[Entry]:
+    """The entries of ``cases`` as they are tuned, telling of those that were still ``todo``."""
+    entries = []
+    pace = Pace(len(todo))
+    for each, entry in zip(cases, tuned, strict=True):
+        entries.append(entry)
+        if each in todo:
+            say(f"{pace.step()} {each.case.key} {entry.choice} {entry.speedup}")
+    return entries
 
 
 def _spread(case: Case) -> list[list[int]]:
@@ -454,7 +459,7 @@ def _compile(
             arms += [VllmOps(setup.engines, "", _for(op, phase, option)) for option in tried]
     jobs: list[tuple[Op, Case, Arm]] = [("lora", case, each) for case in cases for each in arms]
     for op, case, choice in choices:
-        jobs.append((op, case, Ours("", lambda op, case, choice=choice: choice)))  # type: ignore[misc]
+        jobs.append((op, case, Ours.of("", choice)))
     for op, case, each in jobs:
         try:
             each.prepare(op, bench.operands(case)).run()

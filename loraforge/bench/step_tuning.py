@@ -16,14 +16,20 @@ from loraforge.bench.in_place import StepTimes
 from loraforge.bench.journal import BudgetEnded, Memo
 from loraforge.bench.kernels import Workbench
 from loraforge.bench.mix import layer_ranks
-from loraforge.bench.runs import COMPILED_TOKENS, QUICK_LAUNCHES, TUNING_SEED, compile_ahead, measured
+from loraforge.bench.runs import (
+    COMPILED_TOKENS,
+    QUICK_LAUNCHES,
+    TUNING_SEED,
+    collect,
+    compile_ahead,
+    measured,
+)
 from loraforge.bench.steps import DECODE_BOUNDS, FLEETS, Ranks, mean_rank, ranks_of, steps
 from loraforge.bench.timing import GraphTimer
 from loraforge.bench.tune import STEP_CANDIDATES, Candidates, Measure, is_tuned, kernels_of, tune
 from loraforge.dispatch.table import Table
 from loraforge.files import sha256_text
 from loraforge.ops.choice import Choice
-from loraforge.progress import Pace
 from loraforge.runtime.kernels import Kernels
 from loraforge.runtime.ranks import Projection
 
@@ -81,14 +87,9 @@ def tune_steps(
                 jobs += [(op, each.case, choice) for op, choice in kernels_of(each, candidates)]
         compile_ahead(None, [], workers, choices=jobs)
         say("compiled what is to be tuned")
-    entries = []
-    pace = Pace(len(todo))
+    tuned = tune(wanted, timed, candidates, memo=memo, setting=setting, incumbent=held)
     try:
-        tuned = tune(wanted, timed, candidates, memo=memo, setting=setting, incumbent=held)
-        for each, entry in zip(wanted, tuned, strict=True):
-            entries.append(entry)
-            if each in todo:
-                say(f"{pace.step()} {each.case.key} {entry.choice} {entry.speedup}")
+        entries = collect(wanted, tuned, todo, say)
     except BudgetEnded:
         return None
     frozen = Table.freeze(

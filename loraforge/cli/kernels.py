@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from loraforge.dispatch import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -121,10 +124,7 @@ def tune(
         workers=workers,
         say=say,
     )
-    if frozen is None:
-        say(_ENDED)
-        return
-    say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
+    _tell(frozen)
 
 
 @app.command("tune-steps")
@@ -165,10 +165,7 @@ def tune_steps(
         workers=workers,
         say=say,
     )
-    if frozen is None:
-        say(_ENDED)
-        return
-    say(f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
+    _tell(frozen)
 
 
 @app.command("vllm-tiles")
@@ -201,3 +198,10 @@ def _device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "generic"
+
+
+def _tell(frozen: Table | None) -> None:
+    """How tuning ended: with a table, or None where the budget was spent first."""
+    from loraforge.progress import say
+
+    say(_ENDED if frozen is None else f"{len(frozen.entries)} entries, sha256 {frozen.sha256}")
